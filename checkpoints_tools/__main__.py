@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = (
             app(arguments, prog_name="python -m checkpoints_tools", standalone_mode=False) or 0
         )
-        if status != INTERRUPTED:
+        if status != INTERRUPTED:  # what typer returns after Ctrl-C
             return status
         message = "stopped; the same command continues from here"
     except MegarlError as error:

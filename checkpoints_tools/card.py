@@ -4,6 +4,7 @@ were trained, how well they score.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,18 +26,17 @@ def render(checkpoint: Path, meta: CheckpointMeta) -> str:
     in a run directory.
     """
     run = run_of(checkpoint)
-    recipe = yaml.safe_load(run.recipe.read_text()) or {} if run else {}
-    recipe.get("data", {}).pop(
-        "services", None
-    )  # a URL may contain a key, and a card is made to be published
+    title = checkpoint.name
+    recipe: dict[str, Any] = {}
+    if run is not None:
+        title = run.path.name
+        recipe = yaml.safe_load(run.recipe.read_text()) or {}
+    # A URL may contain a key, and a card is made to be published.
+    recipe.get("data", {}).pop("services", None)
     base = str(recipe.get("model", {}).get("path") or meta.hf_source)
-    hub = [f"base_model: {base}"] if _is_hub_id(base) else []
-    lines = ["---", *hub, "library_name: transformers", "tags: [megarl]", "---", ""]
-    lines += [
-        f"# {run.path.name if run else checkpoint.name}",
-        "",
-        f"Weights of step {meta.step}, {meta.model['dtype']}.",
-    ]
+    base_model = [f"base_model: {base}"] if _is_hub_id(base) else []
+    lines = ["---", *base_model, "library_name: transformers", "tags: [megarl]", "---", ""]
+    lines += [f"# {title}", "", f"Weights of step {meta.step}, {meta.model['dtype']}."]
     lines += [
         "",
         "| | |",
@@ -59,14 +59,15 @@ def render(checkpoint: Path, meta: CheckpointMeta) -> str:
 
 def run_of(checkpoint: Path) -> RunDir | None:
     """Return the run in which a checkpoint lies (RUN/checkpoints/step-N), or None."""
-    run = RunDir(checkpoint.resolve().parent.parent)
-    inside = checkpoint.resolve().parent == run.checkpoints and run.recipe.is_file()
-    return run if inside else None
+    folder = checkpoint.resolve().parent
+    run = RunDir(folder.parent)
+    is_in_run = folder == run.checkpoints and run.recipe.is_file()
+    return run if is_in_run else None
 
 
 def _is_hub_id(base: str) -> bool:
-    """Return whether this is ORG/NAME on the hub rather than a directory: base_model in
-    a card's front matter must be.
+    """Return whether this is ORG/NAME on the hub, as a card's base_model must be,
+    rather than a directory.
     """
     organisation, _, _ = base.partition("/")
     return (
@@ -78,18 +79,20 @@ def _is_hub_id(base: str) -> bool:
 
 def _training(run: RunDir, meta: CheckpointMeta) -> list[tuple[str, str]]:
     """Return (name, text) pairs about the training up to this checkpoint."""
+    # A row of metrics is of the step that leads to the next version; the `step` of an
+    # evaluation is the version evaluated.
     rows = [row for row in latest_rows(run.metrics) if row["step"] < meta.step]
     evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]
     facts = []
     if rows:
-        facts.append(
-            (f"{UNITS[rows[-1]['compute_unit']]}-hours", f"{rows[-1]['compute_hours']:.4g}")
-        )
-        facts.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
+        last_row = rows[-1]
+        unit = UNITS[last_row["compute_unit"]]
+        tokens = sum(row["tokens_trained"] for row in rows)
+        facts.append((f"{unit}-hours", f"{last_row['compute_hours']:.4g}"))
+        facts.append(("tokens trained", f"{tokens:,.0f}"))
     if evaluations:
         last = evaluations[-1]
+        score = f"pass rate {last['pass_rate']:.4g} at step {last['step']}"
         basis = f"mean of {last['samples']} samples on {last['n_prompts']} held-out prompts"
-        facts.append(
-            ("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {basis}")
-        )
+        facts.append(("evaluation", f"{score}: {basis}"))
     return facts

@@ -17,6 +17,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from checkpoints_tools import card
@@ -41,7 +42,7 @@ from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
 from megarl.core.models.checkpoint import checksums
 from megarl.core.models.hf import copy_description, rounded, write_index
-from megarl.core.models.region import Region, check_finite
+from megarl.core.models.region import Region, Shape, check_finite
 
 FILE_BYTES = 4 << 30
 """Size of a file, and so the most work that a kill can cost. The files of all ranks
@@ -49,6 +50,7 @@ that are open at once share this size.
 """
 
 Shard = tuple[str, Sequence[int], Sequence[int], Tensor]
+"""As `Writer.write` takes it: key, offsets, shape of the whole tensor, values."""
 
 
 def hf_to_megatron(
@@ -59,7 +61,7 @@ def hf_to_megatron(
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `destination` as a checkpoint of weights at step 0, sharded as ranks with
-    this layout would shard it.
+    this layout would shard it. dtype: None for that of the source.
     """
     refuse_existing(destination)
     model = open_model(source)
@@ -67,10 +69,11 @@ def hf_to_megatron(
     directory = Directory(source, model.tensors)
     dtype = dtype or NEAREST[model.dtype]
     stored_parts = parts(source, layout, dtype)
-    types = {
-        view.name: part.dtype for part in stored_parts for view in family.weight(part.name).sources
-    }
-    if text := rounded(model.tensors, types):
+    written_types: dict[str, torch.dtype] = {}  # by Hugging Face name
+    for part in stored_parts:
+        for view in family.weight(part.name).sources:
+            written_types[view.name] = part.dtype
+    if text := rounded(model.tensors, written_types):  # values that lose digits
         terminal.say(f"{source}: {text}")
     meta = checkpoint.CheckpointMeta(
         step=0,
@@ -84,12 +87,10 @@ def hf_to_megatron(
             offsets, sizes = box_of(shard)
             yield shard.key, offsets, shard.global_shape, shard.data.view(sizes)
 
-    with writing(
-        destination, _same("hf-to-megatron", source, layout, dtype, file_bytes)
-    ) as partial:
-        _write_checkpoint(
-            partial, stored_parts, shards, no_objects(), file_bytes // layout.ranks, source, meta
-        )
+    same = _identity("hf-to-megatron", source, layout, dtype, file_bytes)
+    with writing(destination, same) as partial:
+        limit = file_bytes // layout.ranks
+        _write_checkpoint(partial, stored_parts, shards, no_objects(), limit, source, meta)
 
 
 def reshard(
@@ -115,38 +116,38 @@ def reshard(
     states = _optimizer_states(shards, stored_parts)
 
     def read(part: StoredPart) -> Iterator[Shard]:
+        """Yield a part's shards from the source, with what the optimiser keeps."""
         for shard in part.shards():
-            for key in (shard.key, *(f"{OPTIMIZER}state.{state}.{shard.key}" for state in states)):
+            optimizer_keys = [f"{OPTIMIZER}state.{state}.{shard.key}" for state in states]
+            for key in (shard.key, *optimizer_keys):
                 if key in shards.tensors:
-                    yield (
-                        key,
-                        shard.global_offset,
-                        shard.global_shape,
-                        shards.read(key, box_of(shard)),
-                    )
+                    values = shards.read(key, box_of(shard))
+                    yield key, shard.global_offset, shard.global_shape, values
 
     section = layout.section(model.hf_dir, model.dtype).model_dump()
-    for key in ("path", "fp32_head"):
+    for key in ("path", "fp32_head"):  # what no layout changes
         if key in model.meta.model:
             section[key] = model.meta.model[key]
     meta = msgspec.structs.replace(model.meta, model=section)
-    same = _same("reshard", model.path, layout, model.dtype, file_bytes)
+    same = _identity("reshard", model.path, layout, model.dtype, file_bytes)
     with writing(destination, same) as partial:
         limit = file_bytes // layout.ranks
-        copies = 1 + len(states)
+        copies = 1 + len(states)  # the weight, and what the optimiser keeps of it
         objects = shards.objects()
         _write_checkpoint(partial, stored_parts, read, objects, limit, model.hf_dir, meta, copies)
 
 
 def _optimizer_states(shards: Shards, stored_parts: Sequence[StoredPart]) -> list[str]:
-    """Return what the optimiser keeps of each weight: exp_avg, …. MegarlError if it has
-    tensors of weights that the model lacks.
+    """Return what the optimiser keeps of each weight: exp_avg, …; nothing if the
+    checkpoint has no optimiser. MegarlError if it has tensors of weights that the model
+    lacks.
     """
-    start = f"{OPTIMIZER}state."
+    start = f"{OPTIMIZER}state."  # of keys optimizer.state.STATE.WEIGHT
     keys = {key for key in shards.tensors if key.startswith(OPTIMIZER)}
     states = sorted({key.split(".", 3)[2] for key in keys if key.startswith(start)})
     weights = [shard.key for part in stored_parts for shard in part.shards()]
-    strays = sorted(keys - {f"{start}{state}.{weight}" for state in states for weight in weights})
+    expected = {f"{start}{state}.{weight}" for state in states for weight in weights}
+    strays = sorted(keys - expected)
     if strays:
         raise MegarlError(
             f"{shards.path}: {len(strays)} tensors of the optimiser do not belong to any weight of"
@@ -170,29 +171,29 @@ def megatron_to_hf(
     refuse_existing(destination)
     trained = HuggingFaceTensors(model)
     untouched = _untouched(base or Path(model.meta.hf_source), trained.family)
-    tensors = trained.groups + [
-        TensorGroup((), {name: region}) for name, region in untouched.items()
-    ]
+    groups = [*trained.groups]
+    for name, region in untouched.items():
+        groups.append(TensorGroup((), {name: region}))
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield a group's values, as `write_tensors` asks for them."""
         for view, value in trained.views_of(group):
             check_finite(value, [view.name], model.path)
             yield view.name, view.expert or 0, value
         for name, shape in group.tensors.items():
-            if isinstance(shape, Region):
+            if isinstance(shape, Region):  # an untouched tensor, which is in a file
                 yield name, 0, shape.tensor()
 
-    with writing(
-        destination, _same("megatron-to-hf", model.path, WHOLE, model.dtype, file_bytes)
-    ) as partial:
-        write_tensors(partial, tensors, values, file_bytes)
+    same = _identity("megatron-to-hf", model.path, WHOLE, model.dtype, file_bytes)
+    with writing(destination, same) as partial:
+        write_tensors(partial, groups, values, file_bytes)
         copy_description(model.hf_dir, partial.path, DTYPES[model.dtype])
         (partial.path / card.FILE).write_text(card.render(model.path, model.meta))
 
 
 def write_tensors(
     partial: Partial,
-    tensors: Sequence[TensorGroup],
+    groups: Sequence[TensorGroup],
     values: Callable[[TensorGroup], Iterable[tuple[str, int, Tensor]]],
     file_bytes: int,
 ) -> None:
@@ -202,19 +203,21 @@ def write_tensors(
     values: yields (name, entry along dimension 0 of a stacked tensor or 0, values) for
     all tensors of a group.
     """
-    files = _planned(tensors, file_bytes)
-    total = sum(group.nbytes for group in tensors)
+    files = _planned_files(groups, file_bytes)
+    total = sum(group.nbytes for group in groups)
     partial.expect("safetensors", total)
     gc.freeze()  # existing objects are not searched again, which makes collections quick
     for name, members in files.items():
         if name in partial.finished:
             partial.skip(sum(group.nbytes for group in members))
             continue
-        shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
+        shapes: dict[str, Shape] = {}
+        for group in members:
+            shapes |= group.tensors
         with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
             for group in members:
-                # views hold memory maps of the source's files, and only this releases
-                # some of them
+                # Views of the group before hold memory maps of the source's files, and
+                # only this releases some of them.
                 gc.collect()
                 for tensor, entry, value in values(group):
                     file.write(tensor, value, entry)
@@ -222,12 +225,10 @@ def write_tensors(
         partial.finish(name, None)
     partial.flush()
     if len(files) > 1:
-        file_of = {
-            tensor: name
-            for name, members in files.items()
-            for group in members
-            for tensor in group.tensors
-        }
+        file_of: dict[str, str] = {}
+        for name, members in files.items():
+            for group in members:
+                file_of |= dict.fromkeys(group.tensors, name)
         write_index(partial.path, file_of, total)
 
 
@@ -241,15 +242,19 @@ def _write_checkpoint(
     meta: checkpoint.CheckpointMeta,
     copies: int = 1,
 ) -> None:
-    """Write every part's shards into its rank's files. copies: the number of tensors
-    that each part yields, all of its size.
+    """Write a checkpoint: every part's shards into its rank's files, objects,
+    description and checksums. read: yields a part's shards; objects: stored bytes of
+    what is no tensor, by name; file_bytes: of each rank's files; description: the
+    directory with configuration and tokenizer; copies: the number of tensors that each
+    part yields, all of its size.
     """
     files = plan_files(stored_parts, copies, file_bytes)
-    first = "__0_objects.distcp"
+    objects_file = "__0_objects.distcp"
+    parts_of_files = Counter([objects_file, *files])
     partial.expect("shards", sum(part.nbytes for part in stored_parts) * copies)
-    with closing(Writer(partial, Counter([first, *files]))) as writer:
-        if first not in partial.finished:
-            writer.write_objects(first, objects)
+    with closing(Writer(partial, parts_of_files)) as writer:
+        if objects_file not in partial.finished:
+            writer.write_objects(objects_file, objects)
         for part, file in zip(stored_parts, files, strict=True):
             if file in partial.finished:
                 partial.skip(part.nbytes * copies)
@@ -258,25 +263,22 @@ def _write_checkpoint(
         writer.complete()
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
     digests = checksums(partial.path)
-    checkpoint.seal(
-        partial.path, meta, {name: value for name, value in digests.items() if name != PROGRESS}
-    )
+    del digests[PROGRESS]  # is not part of the complete checkpoint
+    checkpoint.seal(partial.path, meta, digests)
 
 
 def _untouched(base: Path, family: Family) -> dict[str, Region]:
-    """Return the tensors of the original model that are not trained here. MegarlError
-    if they are needed but missing.
+    """Return the tensors of the original model `base` that are not trained here, by
+    name; none if the family has no such tensors. MegarlError if they are needed but
+    missing.
     """
     if not family.elsewhere:
         return {}
     untouched = {}
     is_directory = (base / "config.json").is_file()
     if is_directory:
-        untouched = {
-            name: region
-            for name, region in Directory(base).regions.items()
-            if family.passthrough(name)
-        }
+        regions = Directory(base).regions
+        untouched = {name: regions[name] for name in regions if family.passthrough(name)}
     # transformers drops layers for multi-token prediction, although config.json still
     # mentions them.
     lost = family.architecture.predicting_layers and not is_directory
@@ -288,11 +290,13 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
     return untouched
 
 
-def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
-    """Divide groups into files; return the groups by file name."""
+def _planned_files(groups: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
+    """Divide groups into files of at most `file_bytes`, or of one larger group; return
+    the groups by file name.
+    """
     filled: list[list[TensorGroup]] = []
-    size = 0
-    for group in tensors:
+    size = 0  # of the last file
+    for group in groups:
         if not filled or size + group.nbytes > file_bytes:
             filled.append([])
             size = 0
@@ -305,7 +309,8 @@ def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[
     }
 
 
-def _same(
+def _identity(
     command: str, source: Path, layout: Parallelism, dtype: Dtype, file_bytes: int
 ) -> dict[str, object]:
+    """Return what must be the same for a killed conversion to be continued."""
     return identity(command, source, layout=astuple(layout), dtype=dtype, file_bytes=file_bytes)

@@ -48,16 +48,18 @@ SAMPLES = (PROMPT, "What is 17 + 2048?", "  tabs\tand\n\nlines ", "Größe, caf�
 
 
 def _single_digits(backend: Backend) -> None:
+    """Make a tokenizer take digits one by one."""
     byte_level = ByteLevel(add_prefix_space=False, use_regex=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([Digits(individual_digits=True), byte_level])
 
 
 def _composed(backend: Backend) -> None:
+    """Make a tokenizer compose letters and their accents (NFC)."""
     backend.normalizer = normalizers.NFC()
 
 
 def _nothing(backend: Backend) -> None:
-    pass
+    """Do nothing: transformers' reader loses nothing of this kind of tokenizer."""
 
 
 PRE_TOKENIZERS: dict[str, Callable[[Backend], None]] = {
@@ -92,7 +94,7 @@ def import_gguf(source: Path, destination: Path, dtype: str = "bf16") -> None:
     refuse_existing(destination)
     file = _file(source)
     reader = _opened(file)
-    repair = _supported(file, reader)
+    repair = _tokenizer_repair(file, reader)
     with _appearing(destination) as partial:
         _write(file, partial, DTYPES[dtype])
         _repair_config(reader, partial, dtype)
@@ -109,6 +111,9 @@ def import_gguf(source: Path, destination: Path, dtype: str = "bf16") -> None:
 
 
 def _file(source: Path) -> Path:
+    """Return the GGUF file: `source`, or the only one in that directory. MegarlError if
+    there is none, or several.
+    """
     if source.is_file():
         return source
     if not source.exists():
@@ -124,6 +129,7 @@ def _file(source: Path) -> Path:
 
 
 def _opened(file: Path) -> gguf.GGUFReader:
+    """Return a reader of the file. MegarlError if it is no complete GGUF file."""
     try:
         with file.open("rb") as opened:
             magic = opened.read(len(MAGIC))
@@ -140,16 +146,22 @@ def _opened(file: Path) -> gguf.GGUFReader:
 
 
 def _value(reader: gguf.GGUFReader, key: str, otherwise: Any = None) -> Any:
+    """Return the value of a key of the file's metadata; `otherwise` if it has none."""
     field = reader.fields.get(key)
     return otherwise if field is None else field.contents()
 
 
-def _of_model(reader: gguf.GGUFReader, key: str) -> Any:
+def _value_of_model(reader: gguf.GGUFReader, key: str) -> Any:
+    """Return the value of a key that begins with the architecture's name; None if the
+    file has none.
+    """
     return _value(reader, f"{_value(reader, 'general.architecture')}.{key}")
 
 
-def _supported(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]:
-    """Return the tokenizer's repair. MegarlError if it would be another model's."""
+def _tokenizer_repair(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]:
+    """Return what repairs the tokenizer. MegarlError if the file has what cannot be
+    imported: another architecture, parts, rope scaling, another kind of tokenizer.
+    """
     architecture = _value(reader, "general.architecture")
     if architecture not in ARCHITECTURES:
         importable = ", ".join(ARCHITECTURES)
@@ -159,21 +171,22 @@ def _supported(file: Path, reader: gguf.GGUFReader) -> Callable[[Backend], None]
     if _value(reader, "split.count", 1) > 1:
         advice = "join them: llama-gguf-split --merge FIRST WHOLE"
         raise MegarlError(f"{file}: one of {_value(reader, 'split.count')} parts; {advice}")
-    factors = [tensor for tensor in reader.tensors if tensor.name.startswith("rope_factors")]
-    scaled = [tensor for tensor in reader.tensors if tensor.name.startswith("rope_freqs")]
-    kind = _of_model(reader, "rope.scaling.type")
-    if factors or scaled or kind not in (None, "none"):
+    starts = ("rope_factors", "rope_freqs")
+    has_factors = any(tensor.name.startswith(starts) for tensor in reader.tensors)
+    scaling = _value_of_model(reader, "rope.scaling.type")
+    if has_factors or scaling not in (None, "none"):
         advice = "import the original Hugging Face directory"
         raise MegarlError(f"{file}: it has rope scaling, which GGUF readers lose; {advice}")
-    kinds = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
-    if kinds[0] != "gpt2" or kinds[1] not in PRE_TOKENIZERS:
+    kind = _value(reader, "tokenizer.ggml.model")
+    pre_tokenizer = _value(reader, "tokenizer.ggml.pre")
+    if kind != "gpt2" or pre_tokenizer not in PRE_TOKENIZERS:
         importable = ", ".join(PRE_TOKENIZERS)
-        kind_text = f"a tokenizer of the kind {kinds[0]!r}, pre-tokenizer {kinds[1]!r}"
+        kind_text = f"a tokenizer of the kind {kind!r}, pre-tokenizer {pre_tokenizer!r}"
         advice = (
             f"take tokenizer and weights from the original; these can be imported: {importable}"
         )
         raise MegarlError(f"{file}: {kind_text}, is not known; {advice}")
-    return PRE_TOKENIZERS[kinds[1]]
+    return PRE_TOKENIZERS[pre_tokenizer]
 
 
 @contextmanager
@@ -196,6 +209,9 @@ def _appearing(destination: Path) -> Iterator[Path]:
 
 
 def _write(file: Path, partial: Path, dtype: torch.dtype) -> None:
+    """Write the folder `partial` as transformers reads the file. MegarlError if it
+    cannot.
+    """
     named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         config = GgufConfig(dequantize=True)
@@ -211,20 +227,23 @@ def _write(file: Path, partial: Path, dtype: torch.dtype) -> None:
 
 
 def _repair_config(reader: gguf.GGUFReader, partial: Path, dtype: str) -> None:
+    """Write into config.json what transformers has lost; remove what is only true of
+    the GGUF file.
+    """
     config = read_config(partial)
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
     config["dtype"] = plain(DTYPES[dtype])
-    config["rms_norm_eps"] = _shortest(_of_model(reader, EPSILON))
-    base = _of_model(reader, ROPE_BASE)
+    config["rms_norm_eps"] = _shortest(_value_of_model(reader, EPSILON))
+    base = _value_of_model(reader, ROPE_BASE)
     if base is not None:
         config["rope_parameters"]["rope_theta"] = _shortest(base)
     write_config(partial, config)
 
 
 def _shortest(number: float) -> float:
-    """Return the decimal that was written: 1e-05 for the float32
-    9.999999747378752e-06.
+    """Return the shortest decimal that a float32 stands for, which is what was meant:
+    1e-05 for 9.999999747378752e-06.
     """
     return float(str(np.float32(number)))
 
@@ -232,6 +251,9 @@ def _shortest(number: float) -> float:
 def _repair_tokenizer(
     reader: gguf.GGUFReader, partial: Path, repair: Callable[[Backend], None]
 ) -> None:
+    """Repair tokenizer.json; write into tokenizer_config.json whether a text gets a
+    token at its begin, and remove what is only true of the GGUF file.
+    """
     path = str(partial / "tokenizer.json")
     backend = Backend.from_file(path)
     repair(backend)
@@ -246,19 +268,23 @@ def _repair_tokenizer(
 
 
 def _check_sizes(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
+    """Raise MegarlError if config.json has other sizes than the file."""
     config = read_config(partial)
-    expected = {key: _of_model(reader, name) for key, name in SIZES.items()}
+    expected = {key: _value_of_model(reader, name) for key, name in SIZES.items()}
     expected["vocab_size"] = len(_value(reader, "tokenizer.ggml.tokens"))
     wrong = [
         f"{key} is {config.get(key)}, and {value} in the file"
         for key, value in expected.items()
-        if value is not None and config.get(key) != value
+        if value is not None and config.get(key) != value  # a file need not have every key
     ]
     if wrong:
         raise MegarlError(f"{file}: transformers has read it wrongly: {few(wrong)}")
 
 
 def _check_tokenizer(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
+    """Raise MegarlError if the written tokenizer has another vocabulary or other merges
+    than the file, changes a sample, or is read differently by transformers.
+    """
     backend = Backend.from_file(str(partial / "tokenizer.json"))
     written = json.loads(backend.to_str())["model"]
     tokens = _value(reader, "tokenizer.ggml.tokens")
@@ -281,7 +307,9 @@ def _check_tokenizer(file: Path, reader: gguf.GGUFReader, partial: Path) -> None
 
 
 def _check_values(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
-    """Compare the written values with those that the `gguf` package reads."""
+    """Raise MegarlError if the written values are not those that the `gguf` package
+    reads, rounded, or if either has a tensor that the other lacks.
+    """
     architecture = ARCHITECTURES[_value(reader, "general.architecture")]
     directory = open_served_model(partial)
     in_file = {tensor.name: tensor for tensor in reader.tensors}
@@ -305,15 +333,16 @@ def _check_values(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
 
 
 def _in_order(name: str, value: torch.Tensor, architecture: Architecture) -> torch.Tensor:
-    """Return q_proj or k_proj with its rows as in transformers. In llama.cpp's order
-    pairs of rows that are rotated together are neighbours; transformers has the first
-    of all pairs first.
+    """Return a tensor of the file with its rows as in transformers; only q_proj and
+    k_proj of a Llama have another order. In llama.cpp's order the two rows of a pair,
+    which are rotated together, are neighbours; transformers has the first row of every
+    pair before all second rows.
     """
     heads = {"q_proj": architecture.heads, "k_proj": architecture.groups}
     projection = name.split(".")[-2]
     if architecture.name != "LlamaForCausalLM" or projection not in heads:
         return value
-    pairs = value.view(heads[projection], -1, 2, *value.shape[1:])
+    pairs = value.view(heads[projection], -1, 2, *value.shape[1:])  # [heads, pairs, 2, …]
     return pairs.transpose(1, 2).reshape(value.shape)
 
 
@@ -328,4 +357,5 @@ def _greedy(partial: Path) -> str:
 
 
 def _types(reader: gguf.GGUFReader) -> str:
+    """Return the names of the types of all tensors in the file."""
     return ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))

@@ -39,45 +39,44 @@ def inspect(directory: Path, every_tensor: bool) -> None:
     tensors: Mapping[str, Region | StoredTensor]
     tensors = Directory(model.path).regions if model.meta is None else Shards(model.path).tensors
     if model.meta is not None:
-        layout = {
-            k: v
-            for k, v in model.meta.model.items()
-            if k.endswith("_parallel") and v not in (1, False)
-        }
-        optimizer = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
-        tensors = {k: v for k, v in tensors.items() if k not in optimizer}
+        layout = []
+        for key, value in model.meta.model.items():
+            if key.endswith("_parallel") and value not in (1, False):
+                layout.append(f"{key}={value}")
+        optimizer = {name: tensors[name] for name in tensors if name.startswith(OPTIMIZER)}
+        tensors = {name: tensors[name] for name in tensors if name not in optimizer}
         terminal.say(
             f"  checkpoint    step {model.meta.step}, weights of version {model.meta.version}"
         )
         terminal.say(f"  made from     {model.meta.hf_source}")
         terminal.say(f"  recipe        {_recipe(model)}")
-        terminal.say(
-            "  written at   "
-            f" {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}"
-        )
+        terminal.say(f"  written at    {', '.join(layout) or 'one rank per copy'}")
         terminal.say(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     terminal.say(f"  weights       {_size(tensors)}")
     if model.meta is None and (problem := unusable(model.path)):
         terminal.say(f"  unusable      {problem}")
     described = {name: _described(tensor) for name, tensor in tensors.items()}
-    every = [f"{name}  {text}" for name, text in sorted(described.items())]
-    for line in every if every_tensor else _lines(_tree(described)):
+    lines = _lines(_tree(described))
+    if every_tensor:
+        lines = [f"{name}  {text}" for name, text in sorted(described.items())]
+    for line in lines:
         terminal.say(f"  {line}")
 
 
 def _described(tensor: Region | StoredTensor) -> str:
     """Return a tensor's shape, type, size, and file; for a checkpoint, instead of the
-    file, number and shape of its pieces.
+    file, the number of its pieces and the shape of the first.
     """
-    place = (
-        tensor.path.name
-        if isinstance(tensor, Region)
-        else f"{len(tensor.boxes)} x {list(tensor.boxes[0][1])}"
-    )
+    if isinstance(tensor, Region):
+        place = tensor.path.name
+    else:
+        _, sizes = tensor.boxes[0]
+        place = f"{len(tensor.boxes)} x {list(sizes)}"
     return f"{list(tensor.shape)} {_plain(tensor.dtype)}  {tensor.nbytes / 1e6:,.1f} MB  {place}"
 
 
 def _recipe(model: StoredModel) -> str:
+    """Return the path of the run's recipe and the run's name, if there is a run."""
     run = run_of(model.path)
     if run is None:
         return "none: not in a run directory"
@@ -86,14 +85,19 @@ def _recipe(model: StoredModel) -> str:
 
 
 def _tree(described: Mapping[str, str]) -> Tree:
+    """Return descriptions, by tensors' names, as a tree. If a name is also that of a
+    folder of others, as `a` beside `a.b`, the tensor stands in the root.
+    """
     root: Tree = {}
-    inner = {name[:at] for name in described for at, letter in enumerate(name) if letter == "."}
+    folders = set()
+    for name in described:
+        folders |= {name[:at] for at, letter in enumerate(name) if letter == "."}
     for name, text in described.items():
-        *path, leaf = [name] if name in inner else name.split(".")
+        *path, leaf = [name] if name in folders else name.split(".")
         node = root
         for component in path:
             child = node.setdefault(component, {})
-            assert isinstance(child, dict)  # a name that begins others stands alone in the root
+            assert isinstance(child, dict)  # no tensor, as these stand in the root
             node = child
         node[leaf] = text
     return root
@@ -105,8 +109,8 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
     """
     lines: list[str] = []
     for name, child in _merged(node):
-        while isinstance(child, dict) and len(below := _merged(child)) == 1:
-            ((only_name, child),) = below
+        while isinstance(child, dict) and len(grandchildren := _merged(child)) == 1:
+            ((only_name, child),) = grandchildren
             name = f"{name}.{only_name}"
         if isinstance(child, dict):
             lines += [f"{indent}{name}", *_lines(child, indent + "  ")]
@@ -116,31 +120,38 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
 
 
 def _merged(node: Tree) -> list[tuple[str, Tree | str]]:
-    """Return the children. Numbered ones that differ at most in the files of their
-    tensors are merged.
+    """Return the children by name. Numbered ones that differ at most in the files of
+    their tensors are merged into one, with a name such as [0-3,6].
     """
-    kinds: dict[str, list[str]] = {}
+    equal_children: dict[str, list[str]] = {}
     for name, child in node.items():
-        same = re.sub(r"[\w.-]+\.safetensors", "", repr(child)) if name.isdigit() else name
-        kinds.setdefault(same, []).append(name)
-    return [
-        (_ranges(sorted(map(int, names))) if len(names) > 1 else names[0], node[names[0]])
-        for names in kinds.values()
-    ]
+        kind = name
+        if name.isdigit():
+            kind = re.sub(r"[\w.-]+\.safetensors", "", repr(child))
+        equal_children.setdefault(kind, []).append(name)
+    merged = []
+    for children in equal_children.values():
+        name = children[0]
+        if len(children) > 1:
+            name = _ranges(sorted(map(int, children)))
+        merged.append((name, node[children[0]]))
+    return merged
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Write numbers as [0-3,6]."""
-    runs: list[list[int]] = []
+    """Write ascending numbers as [0-3,6]."""
+    ranges: list[list[int]] = []  # [first, last] of each
     for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
+        if ranges and n == ranges[-1][1] + 1:
+            ranges[-1][1] = n
         else:
-            runs.append([n, n])
-    return "[" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "]"
+            ranges.append([n, n])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    return f"[{','.join(texts)}]"
 
 
 def _size(tensors: Mapping[str, Shape]) -> str:
+    """Return the number of tensors, their values and bytes, and their types."""
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     size = sum(tensor.nbytes for tensor in tensors.values())
     types = sorted({_plain(tensor.dtype) for tensor in tensors.values()})

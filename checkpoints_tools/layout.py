@@ -107,9 +107,9 @@ class StoredPart(Shape):
         a piece.
         """
         pieces = dict_list_map_outplace(read, _built(self.entry))
-        return (
-            self.entry.merge_fn(pieces) if isinstance(self.entry, ShardedTensorFactory) else pieces
-        )
+        if isinstance(self.entry, ShardedTensorFactory):
+            return self.entry.merge_fn(pieces)
+        return pieces  # the only one
 
 
 def parts(hf_dir: Path, layout: Parallelism, dtype: Dtype) -> list[StoredPart]:
@@ -121,23 +121,31 @@ def parts(hf_dir: Path, layout: Parallelism, dtype: Dtype) -> list[StoredPart]:
         with _pretended(rank, layout):
             for part in _parts_of_rank(hf_dir, layout, dtype, rank):
                 by_name.setdefault(part.name, []).append(part)
-    return [part for parts in by_name.values() for part in parts]
+    return [part for of_tensor in by_name.values() for part in of_tensor]
 
 
 def _built(entry: ShardedTensor | ShardedTensorFactory) -> ShardedStateDict | ShardedTensor:
+    """Return an entry's pieces, which a factory makes if there are several."""
     return entry.build() if isinstance(entry, ShardedTensorFactory) else entry
 
 
 def _parts_of_rank(
     hf_dir: Path, layout: Parallelism, dtype: Dtype, rank: int
 ) -> Iterator[StoredPart]:
+    """Yield the parts that this rank stores, as which the process is `_pretended`. Of
+    equal copies only the main one is stored.
+    """
     (chunk,) = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
     state = checkpoint.model_state([chunk])["model"]
-    for (name, parameter), (key, _) in zip(
-        hf.named_tensors([chunk]), hf.stored_tensors(chunk), strict=True
-    ):
+    names = zip(hf.named_tensors([chunk]), hf.stored_tensors(chunk), strict=True)
+    for (name, parameter), (key, _) in names:
         part = StoredPart(
-            tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key]
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            rank=rank,
+            name=name,
+            place=hf.shard_of(name),
+            entry=state[key],
         )
         if all(is_main_replica(shard.replica_id) for shard in part.shards()):
             yield part
@@ -150,7 +158,7 @@ def _pretended(rank: int, layout: Parallelism) -> Iterator[None]:
     """
     after_megatron_import()
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
-    device = torch.cuda.current_device
+    current_device = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # where megatron creates its layers
     try:
         parallel_state.initialize_model_parallel(
@@ -166,5 +174,5 @@ def _pretended(rank: int, layout: Parallelism) -> Iterator[None]:
     except AssertionError as error:  # megatron refuses a layout with assertions
         raise MegarlError(f"the layout {layout} does not fit the model: {error}") from None
     finally:
-        torch.cuda.current_device = device
+        torch.cuda.current_device = current_device
         parallel.stop()

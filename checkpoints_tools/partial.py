@@ -47,8 +47,9 @@ memory; the disk is idle until then.
 
 
 class Partial:
-    """A directory being written, created by `writing`. finished: the note (JSON) on
-    each finished file, by name; done: bytes written by this process.
+    """A directory being written, created by `writing`. log: its progress.jsonl;
+    finished: the note (JSON) on each finished file, by name; done: bytes written by
+    this process.
     """
 
     def __init__(self, path: Path, log: TextIO, progress: Progress) -> None:
@@ -64,7 +65,7 @@ class Partial:
 
     def open(self, same: Mapping[str, object]) -> None:
         """Continue the directory if it was begun with the same identity, else empty it
-        and begin anew.
+        and begin anew. Files that are not whole do not count as finished.
         """
         first, *rows = self._log.read().splitlines() or [""]
         if first != json.dumps(same):
@@ -77,7 +78,8 @@ class Partial:
             return
         for line in rows:
             row = json.loads(line)
-            if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
+            file = self.path / row["file"]
+            if file.is_file() and file.stat().st_size == row["bytes"]:
                 self.finished[row["file"]] = row["note"]
 
     def expect(self, description: str, total: int) -> None:
@@ -96,7 +98,7 @@ class Partial:
         self._progress.advance(self._task, count)
         self._unsettled += count
         if self._unsettled >= SETTLE_BYTES and (self._pending is None or self._pending.done()):
-            self.flush()
+            self.flush()  # raises the error of what is done
             self._unsettled = 0
             self._pending = self._disk.submit(_settle, self.unfinished(name))
 
@@ -126,12 +128,14 @@ class Partial:
             self._log.close()
 
     def _finish(self, name: str, note: object) -> None:
+        """Do in the second thread what `finish` says."""
         _settle(self.unfinished(name))
         os.replace(self.unfinished(name), self.path / name)
         self._note({"file": name, "bytes": (self.path / name).stat().st_size, "note": note})
         self.finished[name] = note
 
     def _note(self, row: Mapping[str, object]) -> None:
+        """Append a line to progress.jsonl, and put it on disk."""
         self._log.write(json.dumps(row) + "\n")
         self._log.flush()
         os.fsync(self._log.fileno())
@@ -186,6 +190,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
 
 
 def _settle(path: Path) -> None:
+    """Put a file on disk (fsync)."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -206,14 +211,17 @@ def identity(command: str, source: Path, **settings: object) -> dict[str, object
     """Return the data that must be the same for a killed conversion to be continued,
     including name, size and time of every source file.
     """
-    files = sorted(p for p in source.rglob("*") if p.is_file())
-    file_states = [
-        [str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files
-    ]
+    file_states = []
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        state = path.stat()
+        file_states.append([str(path.relative_to(source)), state.st_size, state.st_mtime_ns])
     return {"command": command, "source": str(source.resolve()), "files": file_states} | settings
 
 
 def _locked(path: Path) -> TextIO:
+    """Return the directory's progress.jsonl, locked for as long as it is open, with
+    whole lines only. MegarlError if another process has it.
+    """
     log = (path / PROGRESS).open("a+")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -68,6 +68,7 @@ def dequantize(source: Path, destination: Path, file_bytes: int = FILE_BYTES) ->
     tensors = planned(source, Directory(source).regions, quantization)
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield a group's values, as `write_tensors` asks for them."""
         for name in group.tensors:
             for entry, value in enumerate(tensors[name].values()):
                 if not value.isfinite().all():
@@ -94,22 +95,13 @@ def planned(
     fit together.
     """
     method = quantization.get("quant_method")
-    block = quantization.get("weight_block_size") if method == "fp8" else None
+    block: list[int] | None = None  # as for `_misshapen`
+    pairs: dict[str, tuple[str, str]] = {}  # by the name to write: names of numbers and scales
     if method == "fp8":
-        if not (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(isinstance(n, int) and n > 0 for n in block)
-        ):
-            raise MegarlError(
-                f"{source}: weight_block_size {block!r} in config.json: only block scales can be"
-                " converted"
-            )
-        pairs = {
-            name: (name, f"{name}_scale_inv")
-            for name, r in stored.items()
-            if r.dtype == torch.float8_e4m3fn
-        }
+        block = _block_size(source, quantization)
+        for name, region in stored.items():
+            if region.dtype == torch.float8_e4m3fn:
+                pairs[name] = (name, f"{name}_scale_inv")
     elif method == "mxfp4":
         stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
         pairs = {name: (f"{name}_blocks", f"{name}_scales") for name in stacks}
@@ -128,7 +120,8 @@ def planned(
             weights[name] = _from_mxfp4(stored[numbers], stored[scales])
         else:
             weights[name] = _from_fp8(stored[numbers], stored[scales], *block)
-    for name in sorted(stored.keys() - {part for pair in pairs.values() for part in pair}):
+    in_pairs = {part for pair in pairs.values() for part in pair}
+    for name in sorted(stored.keys() - in_pairs):
         region = stored[name]
         weights[name] = _untouched(region)
         if region.dtype in QUANTIZED or name.endswith(ENDINGS):
@@ -140,40 +133,58 @@ def planned(
     return dict(sorted(weights.items()))
 
 
+def _block_size(source: Path, quantization: dict[str, Any]) -> list[int]:
+    """Return [rows, columns] of the blocks of FP8 numbers that share a scale.
+    MegarlError if config.json has none.
+    """
+    block = quantization.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2:
+        if all(isinstance(n, int) and n > 0 for n in block):
+            return block
+    raise MegarlError(
+        f"{source}: weight_block_size {block!r} in config.json: only block scales can be converted"
+    )
+
+
 def _untouched(region: Region) -> WrittenTensor:
+    """Return a tensor that is copied bit for bit."""
     return WrittenTensor(region, lambda: [region.tensor()])
 
 
 def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
-    """Return what is wrong with a pair of numbers and scales, or "". block: the block's
-    size for FP8; None for MXFP4.
+    """Return what is wrong with the shapes and types of a pair of numbers and scales,
+    "" if nothing is. block: the block's size for FP8; None for MXFP4.
     """
     if block is None:
-        right = (
-            len(numbers.shape) == 4
-            and numbers.shape[3] == 16
-            and numbers.dtype == scales.dtype == torch.uint8
-        )
-        expected = numbers.shape[:-1]
+        has_types = numbers.dtype == scales.dtype == torch.uint8
+        is_right = has_types and len(numbers.shape) == 4 and numbers.shape[3] == 16
+        scales_shape = numbers.shape[:-1]
     else:
-        right = len(numbers.shape) == 2 and scales.dtype in SCALES
-        expected = tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False))
-    if right and scales.shape == expected:
+        is_right = len(numbers.shape) == 2 and scales.dtype in SCALES
+        # One scale a block; blocks at the ends may be smaller.
+        scales_shape = tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False))
+    if is_right and scales.shape == scales_shape:
         return ""
-    sides = (f"{str(r.dtype).removeprefix('torch.')} {list(r.shape)}" for r in (numbers, scales))
-    return "is {} with scales {}".format(*sides)
+    return f"is {_type_and_shape(numbers)} with scales {_type_and_shape(scales)}"
+
+
+def _type_and_shape(region: Region) -> str:
+    dtype = str(region.dtype).removeprefix("torch.")
+    return f"{dtype} {list(region.shape)}"
 
 
 def _from_fp8(numbers: Region, scales: Region, rows: int, columns: int) -> WrittenTensor:
-    """Multiply E4M3 numbers [.., ..] by the scales of their blocks of `rows` x
-    `columns`.
+    """Multiply E4M3 numbers, a matrix, by the scales of their blocks of `rows` x
+    `columns`, a matrix of one scale per block.
     """
 
     def values() -> Iterator[Tensor]:
         weights = torch.empty(numbers.shape, dtype=torch.bfloat16)
-        strips = numbers.tensor().split(rows), scales.tensor().float(), weights.split(rows)
-        for strip, factors, to in zip(*strips, strict=True):
-            to.copy_(strip.float() * factors.repeat_interleave(columns)[: numbers.shape[1]])
+        strips = numbers.tensor().split(rows)  # a row of blocks each, as of `weights`
+        strip_scales = scales.tensor().float()
+        for strip, scale, target in zip(strips, strip_scales, weights.split(rows), strict=True):
+            factors = scale.repeat_interleave(columns)  # the last block may be narrower
+            target.copy_(strip.float() * factors[: numbers.shape[1]])
         yield weights
 
     return WrittenTensor(Shape(numbers.shape, torch.bfloat16), values)
@@ -188,6 +199,8 @@ def _from_mxfp4(numbers: Region, scales: Region) -> WrittenTensor:
     def values() -> Iterator[Tensor]:
         for blocks, exponents in zip(numbers.tensor(), scales.tensor(), strict=True):
             factors = torch.ldexp(torch.ones(()), exponents.int() - 127).bfloat16()
-            yield _PAIRS[blocks.int()].flatten(-2).mul_(factors[..., None]).flatten(1).T
+            values_of_groups = _PAIRS[blocks.int()].flatten(-2)  # [rows, groups, 32]
+            values_of_groups.mul_(factors[..., None])
+            yield values_of_groups.flatten(1).T
 
     return WrittenTensor(Shape((experts, groups * 32, rows), torch.bfloat16), values)

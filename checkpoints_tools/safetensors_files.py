@@ -53,7 +53,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:
         self._tensors = tensors
-        self._begin: dict[str, int] = {}
+        self._begin: dict[str, int] = {}  # bytes from the first value on
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in tensors.items():
@@ -66,8 +66,8 @@ class SafetensorsFile:
                 "data_offsets": offsets,
             }
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._values = 8 + len(text)
+        text += b" " * (-len(text) % 8)  # so that values are aligned
+        self._values = 8 + len(text)  # where they begin in the file
         self._descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
         beginning = bytearray(struct.pack("<Q", len(text)) + text)
         write_all(self._descriptor, torch.frombuffer(beginning, dtype=torch.uint8), 0)

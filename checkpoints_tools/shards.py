@@ -79,8 +79,8 @@ class Shards:
         }
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._fake = FakeTensorMode()
-        self._checked: set[tuple[str, int]] = set()
-        self._check_files()
+        self._checked: set[tuple[str, int]] = set()  # archives, by file and offset
+        self._check_sizes()
 
     def objects(self) -> dict[str, bytes]:
         """Return the stored bytes of everything except tensors, by name."""
@@ -103,28 +103,29 @@ class Shards:
         if box in stored.boxes:
             return self._shard(key, box)
         values = torch.zeros(sizes, dtype=stored.dtype)
-        inside = [
-            max(0, min(o + n, end) - o)
-            for o, n, end in zip(offsets, sizes, stored.shape, strict=True)
-        ]
-        count = 0
+        count = 0  # of values that are stored
         for shard in stored.boxes:
-            start = [max(a, b) for a, b in zip(offsets, shard[0], strict=True)]
-            end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, *shard, strict=True)]
-            length = [e - b for b, e in zip(start, end, strict=True)]
-            if min(length, default=1) > 0:
-                values[_slices(start, offsets, length)] = self._shard(key, shard)[
-                    _slices(start, shard[0], length)
-                ]
-                count += math.prod(length)
-        if count != math.prod(inside):
+            start, lengths = _overlap(box, shard)
+            if min(lengths, default=1) > 0:  # a scalar, without dimensions, overlaps itself
+                shard_offsets, _ = shard
+                in_shard = _slices(start, shard_offsets, lengths)
+                in_box = _slices(start, offsets, lengths)
+                values[in_box] = self._shard(key, shard)[in_shard]
+                count += math.prod(lengths)
+        whole_tensor = (0,) * len(stored.shape), stored.shape
+        _, lengths = _overlap(box, whole_tensor)
+        expected = math.prod(max(0, length) for length in lengths)
+        if count != expected:
             raise MegarlError(
-                f"{self.path}: {count} of {math.prod(inside)} values of {key} at {offsets} are"
-                " stored"
+                f"{self.path}: {count} of {expected} values of {key} at {offsets} are stored"
             )
         return values
 
     def _shard(self, key: str, box: Box) -> Tensor:
+        """Return the values of a shard, a memory map of its file. MegarlError if they
+        are damaged, or of another shape than .metadata says. Where the values lie in
+        the archive, torch says while it loads a tensor without data (`_fake`).
+        """
         offsets, sizes = box
         info = self._places[MetadataIndex(key, offsets)]
         path = self.path / info.relative_path
@@ -140,9 +141,8 @@ class Shards:
             raise MegarlError(
                 f"{path}: {key} is stored as {tuple(fake.shape)} {fake.stride()} instead of {sizes}"
             )
-        return Region(
-            sizes, fake.dtype, path, info.offset + fake.untyped_storage()._checkpoint_offset
-        ).tensor()
+        values_offset = info.offset + fake.untyped_storage()._checkpoint_offset
+        return Region(sizes, fake.dtype, path, values_offset).tensor()
 
     def _check(self, key: str, info: _StorageInfo) -> None:
         """Check an archive against its CRCs, which torch writes but does not read. An
@@ -152,18 +152,14 @@ class Shards:
         if place in self._checked:
             return
         path = self.path / info.relative_path
-        start = (
-            info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
-        )  # zipfile locates the archive from its end
+        # A map must begin at a page. What precedes the archive does not matter, since
+        # zipfile locates it from its end.
+        start = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
+        length = info.offset + info.length - start
         try:
             with (
                 path.open("rb") as file,
-                _Mapped(
-                    file.fileno(),
-                    info.offset + info.length - start,
-                    offset=start,
-                    access=mmap.ACCESS_READ,
-                ) as part,
+                _Mapped(file.fileno(), length, offset=start, access=mmap.ACCESS_READ) as part,
                 ZipFile(cast(BinaryIO, part)) as archive,
             ):
                 damaged = archive.testzip()
@@ -174,12 +170,12 @@ class Shards:
             raise MegarlError(f"{path}: {fault}; the checkpoint is damaged, use another")
         self._checked.add(place)
 
-    def _check_files(self) -> None:
+    def _check_sizes(self) -> None:
+        """Raise MegarlError if a file is shorter than .metadata says, or missing."""
         ends: dict[str, int] = {}
         for info in self._places.values():
-            ends[info.relative_path] = max(
-                ends.get(info.relative_path, 0), info.offset + info.length
-            )
+            end = info.offset + info.length
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
         for name, end in sorted(ends.items()):
             file = self.path / name
             size = file.stat().st_size if file.is_file() else 0
@@ -256,7 +252,8 @@ class Writer:
 
     def complete(self) -> None:
         """Write .metadata and metadata.json for all that this process, and killed ones
-        before it, have written.
+        before it, have written. The notes on finished files (partial.py) say where each
+        piece lies.
         """
         self.partial.flush()
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -285,11 +282,13 @@ class Writer:
         _write(self.partial.path / "metadata.json", json.dumps(version).encode())
 
     def _opened(self, file: str) -> tuple[io.BufferedWriter, list[WrittenPiece]]:
+        """Return the stream of an unfinished file, and the pieces written to it."""
         if file not in self._open:
             self._open[file] = self.partial.unfinished(file).open("wb"), []
         return self._open[file]
 
     def _part_done(self, file: str) -> None:
+        """Count a part; finish the file if that was its last."""
         self._left[file] -= 1
         if not self._left[file]:
             stream, entries = self._open.pop(file)
@@ -298,11 +297,12 @@ class Writer:
 
 
 def plan_files(parts: Iterable[StoredPart], copies: int, limit: int) -> list[str]:
-    """Return the file of each part. A rank's parts fill its files in turn; a new one
-    begins when the last has `limit` bytes.
+    """Return the name of each part's file. A rank's parts fill its files in turn; a new
+    one begins when the last has `limit` bytes. copies: how many tensors of a part's
+    size are written for it.
     """
-    number: Counter[int] = Counter()
-    filled: Counter[int] = Counter()
+    number: Counter[int] = Counter()  # of each rank's last file
+    filled: Counter[int] = Counter()  # bytes of that file
     files = []
     for part in parts:
         if filled[part.rank] >= limit:
@@ -321,35 +321,52 @@ def no_objects() -> dict[str, bytes]:
 
 
 def _stored_tensor(entry: TensorStorageMetadata) -> StoredTensor:
+    """Return a tensor as torch's metadata describe it."""
     boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
     return StoredTensor(tuple(entry.size), entry.properties.dtype, boxes)
 
 
 def _save(value: Tensor, stream: io.BufferedWriter) -> None:
+    """Write a tensor as torch.save does. OSError if the stream cannot be written."""
     # torch.save writes the whole storage behind a view, so the same memory is wrapped
     # in a storage of its own.
-    copy = (
-        torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy())
-        .view(value.dtype)
-        .view(value.shape)
-    )
+    value_bytes = torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy())
+    wrapped = value_bytes.view(value.dtype).view(value.shape)
     try:
-        torch.save(copy, stream)
+        torch.save(wrapped, stream)
     except RuntimeError as error:
-        if isinstance(
-            error.__context__, OSError
-        ):  # torch raises RuntimeError because its archive ends too early
+        # After an OSError torch complains that its archive ends too early.
+        if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
 
 
+def _overlap(a: Box, b: Box) -> tuple[list[int], list[int]]:
+    """Return where the overlap of two boxes begins, and its length, in each dimension;
+    a length of 0 or less if they do not overlap.
+    """
+    starts = []
+    lengths = []
+    for a_start, a_size, b_start, b_size in zip(*a, *b, strict=True):
+        start = max(a_start, b_start)
+        end = min(a_start + a_size, b_start + b_size)
+        starts.append(start)
+        lengths.append(end - start)
+    return starts, lengths
+
+
 def _slices(
-    start: Sequence[int], origin: Sequence[int], length: Sequence[int]
+    start: Sequence[int], origin: Sequence[int], lengths: Sequence[int]
 ) -> tuple[slice, ...]:
-    return tuple(slice(b - o, b - o + n) for b, o, n in zip(start, origin, length, strict=True))
+    """Return the slices of an array that begins at `origin` for the box at `start`."""
+    slices = []
+    for first, offset, length in zip(start, origin, lengths, strict=True):
+        slices.append(slice(first - offset, first - offset + length))
+    return tuple(slices)
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Write a file, and put it on disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

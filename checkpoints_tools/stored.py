@@ -54,9 +54,10 @@ class TensorGroup:
 
 def box_of(shard: ShardedTensor) -> Box:
     """Return the box of a shard within the stored tensor, in the stored tensor's
-    dimensions.
+    dimensions: in front of a parameter's own, such as one for all layers.
     """
-    return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return tuple(shard.global_offset), sizes
 
 
 def value_of(part: StoredPart, family: Family, tensors: Directory) -> Tensor:
@@ -64,10 +65,12 @@ def value_of(part: StoredPart, family: Family, tensors: Directory) -> Tensor:
     a value is not finite.
     """
     weight = family.weight(part.name)
-    views = [(source, tensors[source.name]) for source in weight.sources]
-    pieces = [read_view(t, t.shape, s, weight, *part.place) for s, t in views]
-    for source, piece in zip(weight.sources, pieces, strict=True):
+    pieces = []  # of this part's rank
+    for source in weight.sources:
+        tensor = tensors[source.name]
+        piece = read_view(tensor, tensor.shape, source, weight, *part.place)
         check_finite(piece, [source.name], tensors.path)
+        pieces.append(piece)
     value = weight.merge(pieces)
     value = value.to(part.dtype).contiguous()
     assert value.shape == part.shape, (part.name, value.shape, part.shape)
@@ -75,24 +78,30 @@ def value_of(part: StoredPart, family: Family, tensors: Directory) -> Tensor:
 
 
 def groups(hf_dir: Path, family: Family, dtype: Dtype) -> list[TensorGroup]:
-    """Return the groups of the whole model, in megatron's order."""
+    """Return the groups of the whole model, in megatron's order: parameters of which
+    the first Hugging Face tensor is the same are a group. A head that is tied to the
+    embedding has no tensor of its own.
+    """
     members: dict[str, list[StoredPart]] = {}
     for part in parts(hf_dir, WHOLE, dtype):
         if not (family.architecture.tied and part.name == "output_layer.weight"):
-            members.setdefault(family.weight(part.name).sources[0].name, []).append(part)
-    return [_group(tuple(same), family) for same in members.values()]
+            first_source = family.weight(part.name).sources[0]
+            members.setdefault(first_source.name, []).append(part)
+    return [_group(tuple(of_group), family) for of_group in members.values()]
 
 
 def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[SourceView, Tensor]]:
-    """Yield the Hugging Face tensors (or experts' entries) of a whole parameter; views
-    of the same one are joined.
+    """Yield the Hugging Face tensors (or experts' entries) of a whole parameter, each
+    with its source. Pieces of the same tensor are joined along its last dimension.
     """
     weight = family.weight(part.name)
     pieces_of: dict[tuple[str, int | None], list[Tensor]] = {}
     for source, view in joined_rows(zip(weight.sources, weight.unmerge(value), strict=True)):
-        pieces_of.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
+        without_padding = view[: weight.vocabulary]
+        pieces_of.setdefault((source.name, source.expert), []).append(without_padding)
     for (name, expert), pieces in pieces_of.items():
-        yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        yield SourceView(name, expert), tensor
 
 
 def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
@@ -114,11 +123,11 @@ def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
 
 
 def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
+    """Return the group of these parameters, with its tensors' shapes by name."""
     tensors: dict[str, Shape] = {}
     for part in members:
-        for source, view in views(
-            part, family, torch.empty(part.shape, dtype=part.dtype, device="meta")
-        ):
+        without_data = torch.empty(part.shape, dtype=part.dtype, device="meta")
+        for source, view in views(part, family, without_data):
             stack = () if source.expert is None else (family.architecture.experts,)
             tensors[source.name] = Shape((*stack, *view.shape), view.dtype)
     return TensorGroup(members, tensors)
@@ -156,9 +165,8 @@ def stored(path: Path) -> StoredModel:
         raise MegarlError(f"{path}: {advice}")
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
-    checkpoint.check(
-        folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)}
-    )
+    other_files = {name: meta.files[name] for name in meta.files if not name.endswith(DISTCP)}
+    checkpoint.check(folder, other_files)
     return StoredModel(folder, folder / "hf", meta)
 
 
@@ -186,7 +194,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         group = self._group_of[name]
         if self._last[0] is not group:
-            self._last = (None, {})
+            self._last = (None, {})  # frees the last group before another is assembled
             self._last = (group, self._assembled(group))
         return self._last[1][name]
 
@@ -197,20 +205,22 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return len(self._group_of)
 
     def _assembled(self, group: TensorGroup) -> dict[str, Tensor]:
+        """Return the whole tensors of a group by name."""
         tensors: dict[str, Tensor] = {}
         for source, view in self.views_of(group):
             if source.expert is None:
                 tensors[source.name] = view
             else:
-                shape = group.tensors[source.name]
-                stack = tensors.setdefault(source.name, torch.empty(shape.shape, dtype=shape.dtype))
-                stack[source.expert] = view
+                if source.name not in tensors:
+                    stacked = group.tensors[source.name]
+                    tensors[source.name] = torch.empty(stacked.shape, dtype=stacked.dtype)
+                tensors[source.name][source.expert] = view
         return tensors
 
 
 def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
-    """Return tensors by Hugging Face name. everything: include a directory's tensors
-    that are not trained (a vision tower).
+    """Return a model's tensors by Hugging Face name. everything: include a directory's
+    tensors that are not trained (a vision tower); a checkpoint has none.
     """
     if source.meta is not None:
         return HuggingFaceTensors(source)

@@ -35,8 +35,9 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
     wrong. prompts: random prompts whose logits are compared, too.
     """
     sides = stored(a), stored(b)
-    directories = all(side.meta is None for side in sides)
-    first, second = (tensors_of(side, everything=directories) for side in sides)
+    # A checkpoint has only what is trained, so a directory is compared in that alone.
+    are_directories = all(side.meta is None for side in sides)
+    first, second = (tensors_of(side, everything=are_directories) for side in sides)
     differences = list(compare(first, second))
     for line in differences[:SHOWN]:
         terminal.say(line)
@@ -48,16 +49,18 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
     problems = {side.path: unusable(side.path) for side in sides if side.meta is None}
     broken = [f"{path}: {problem}" for path, problem in problems.items() if problem]
     broken += _not_finite(a, first)
-    if differences:
+    if differences:  # else the second has the same values
         broken += _not_finite(b, second)
-    for line in dict.fromkeys(broken):
+    for line in dict.fromkeys(broken):  # each once, also if both paths are the same
         terminal.say(line)
     agree = _logits_agree(*sides, prompts) if prompts else True
     return 0 if agree and not differences and not broken else 1
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield one line for each difference."""
+    """Yield one line for each difference. Values are compared by their bits, so that a
+    NaN equals itself.
+    """
     yield from (f"{name}: only in the first" for name in sorted(a.keys() - b.keys()))
     yield from (f"{name}: only in the second" for name in sorted(b.keys() - a.keys()))
     for name in (name for name in a if name in b):
@@ -65,10 +68,12 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
         y = b[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
-        elif not torch.equal(
-            *(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))
-        ):  # bits: a NaN equals itself
+        elif not torch.equal(_bytes_of(x), _bytes_of(y)):
             yield _difference(name, x, y)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -80,15 +85,24 @@ def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _difference(name: str, x: Tensor, y: Tensor) -> str:
+    """Return a line on how many values differ, and by how much at most."""
     unequal = 0
     largest = 0.0
-    for p, q in zip(x.view(-1).split(1 << 24), y.view(-1).split(1 << 24), strict=True):
-        unequal += int((p != q).sum())
-        largest = max(largest, (p.double() - q.double()).abs().max().item())
+    # In pieces, because the differences in double precision take much memory. A
+    # parameter's views need not be contiguous.
+    pieces_of_x = x.reshape(-1).split(1 << 24)
+    pieces_of_y = y.reshape(-1).split(1 << 24)
+    for piece_of_x, piece_of_y in zip(pieces_of_x, pieces_of_y, strict=True):
+        unequal += int((piece_of_x != piece_of_y).sum())
+        differences = (piece_of_x.double() - piece_of_y.double()).abs()
+        largest = max(largest, differences.max().item())
     return f"{name}: {unequal} of {x.numel()} values differ, by {largest:.3g}"
 
 
 def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
+    """Return whether the logits of random prompts agree within LOGITS_TOLERANCE, and
+    print by how much they differ. Models of different vocabularies do not agree.
+    """
     vocabulary = in_directory(a.hf_dir).vocabulary
     second_vocabulary = in_directory(b.hf_dir).vocabulary
     if vocabulary != second_vocabulary:
@@ -97,13 +111,12 @@ def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
             f" {second_vocabulary} tokens"
         )
         return False
-    tokens = torch.randint(
-        vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
-    )
-    x = _logits(a, tokens)
-    y = _logits(b, tokens)
-    largest = x.abs().max().item()
-    difference = (x - y).abs().max().item()
+    generator = torch.Generator().manual_seed(0)  # the same prompts each time
+    tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=generator)
+    logits_a = _logits(a, tokens)
+    logits_b = _logits(b, tokens)
+    largest = logits_a.abs().max().item()
+    difference = (logits_a - logits_b).abs().max().item()
     terminal.say(
         f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g},"
         f" the largest is {largest:.3g}"
@@ -113,7 +126,9 @@ def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
 
 @torch.no_grad()
 def _logits(side: StoredModel, tokens: Tensor) -> Tensor:
-    """Return logits [prompts, tokens, vocabulary] float32."""
+    """Return logits [prompts, tokens, vocabulary] float32: a directory's by
+    transformers, a checkpoint's by megatron in a process group of this process alone.
+    """
     if side.meta is None:
         reference = AutoModelForCausalLM.from_pretrained(
             side.path, dtype=torch.float32, trust_remote_code=False

@@ -187,10 +187,11 @@ def compilers() -> Finding:
     home = (os.environ | toolkit()).get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     usual = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     nvcc = shutil.which(f"{home}/bin/nvcc") if home else usual
-    runtime = not nvcc or Path(nvcc).parents[1].joinpath("lib64/libcudart.so").exists()
+    # without nvcc, only that is named as missing
+    has_runtime = not nvcc or Path(nvcc).parents[1].joinpath("lib64/libcudart.so").exists()
     parts = {
         "nvcc": nvcc,
-        "lib64/libcudart.so above nvcc": runtime,
+        "lib64/libcudart.so above nvcc": has_runtime,
         "a C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
         "ninja": shutil.which("ninja", path=search_path()["PATH"]),
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
@@ -202,6 +203,7 @@ def compilers() -> Finding:
             " toolkit is"
         )
         return noted(COMPILERS, f"no {missing}", advice if gpus() else "")
+    # nvcc prints `Cuda compilation tools, release 13.0, V13.0.48`
     release = _printed([str(nvcc), "--version"]).partition("release ")[2].partition(",")[0]
     advice = ""
     if gpus() and not release.startswith("13."):
@@ -309,7 +311,8 @@ def shared_memory() -> Finding:
     needed = 8 if gpus() else 1
     text = f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB"
     advice = f"in a container: --shm-size={needed}g or --ipc=host"
-    return noted("/dev/shm", text, advice if size < needed * 0.95 else "")
+    is_small = size < 0.95 * needed  # a mount may have a little less than it was given
+    return noted("/dev/shm", text, advice if is_small else "")
 
 
 def disk() -> Finding:
@@ -363,7 +366,9 @@ def fabric() -> Iterator[Finding]:
 
 
 def network(speeds: Mapping[str, int]) -> Finding:
-    """Check that no network is slow beside a faster one. speeds: Mb/s by interface."""
+    """Check that no network slower than SLOW is beside a faster one, which Slurm may
+    not use. speeds: Mb/s by interface.
+    """
     fastest = max(speeds, key=speeds.__getitem__)
     interfaces = ", ".join(
         f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items())

@@ -50,6 +50,7 @@ def brief(recipe: Recipe, starts: str) -> Iterator[tuple[str, str]]:
 
 
 def _model(recipe: Recipe) -> str:
+    """Return the model's path, size, precision, and whether it has a chat template."""
     path = Path(recipe.model.path)
     template = "a chat template" if template_source(path) else "no chat template"
     count = weight_files.counted(weight_files.parameters(path))
@@ -57,6 +58,7 @@ def _model(recipe: Recipe) -> str:
 
 
 def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:
+    """Return how many prompts a task has, and its grader."""
     return (
         f"{name}: {len(prompts.train):,} to train on, {len(prompts.heldout):,} held out, grader"
         f" {task.grader}"
@@ -80,7 +82,9 @@ def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
 
 
 def _work(recipe: Recipe) -> str:
-    """Return the threads and what a step is."""
+    """Return how many steps of how many rollouts a run has and, without a GPU, the
+    threads of each process.
+    """
     rollouts = f"{recipe.batch.prompts} x {recipe.sampling.generations} rollouts"
     steps = f"{recipe.run.steps} steps of {rollouts}; `megarl plan --measured RUN` says how long"
     if devices.gpus():
@@ -94,7 +98,7 @@ def changes(name: str, recipe: Recipe) -> tuple[str, list[str]]:
     differs; a line for a task or suite that only one of them has.
     """
     base, base_recipe = base_of(name)
-    lines: dict[str, None] = {}
+    lines: dict[str, None] = {}  # each once, in order: keys of one task may give the same line
     for key, old, new in differences(base_recipe, recipe):
         lines[_change(key, old, new, base_recipe, recipe)] = None
     return base, list(lines)
@@ -138,6 +142,7 @@ def warnings(recipe: Recipe) -> Iterator[str]:
             )
     end = recipe.length.end_of_thinking.strip()
     is_token = tokenizer.backend.token_to_id(end) is not None
+    # a warm start (sft.data) teaches the model to write it
     if end and end not in source and not is_token and not recipe.sft.data:
         yield (
             "length.end_of_thinking: neither the chat template nor the vocabulary of"
@@ -150,11 +155,11 @@ def warnings(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
-    """Return whether the first readable prompt has special tokens in it, such as a chat
-    template's.
+    """Return whether the task's first readable training prompt has special tokens in
+    it, such as a chat template's; False if none can be read.
     """
     added = tokenizer.backend.get_added_tokens_decoder()
-    special = {number for number, token in added.items() if token.special}
+    special = {token_id for token_id, token in added.items() if token.special}
     read = mapping_of(task.mapping, task.columns)
     for _, raw in stream(task.train):
         if isinstance(raw, Unreadable):

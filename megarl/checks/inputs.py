@@ -129,20 +129,20 @@ def check_tasks(recipe: Recipe) -> None:
 
 
 def check_interruption(recipe: Recipe) -> None:
-    """Check that tokenizer and model have all that the interruption is written with."""
+    """Check that the tokenizer has tokens for the text of an interruption."""
     if recipe.length.control == "interruption":
         load_tokenizer(recipe.model.path).ids(recipe.length.interruption)
 
 
 def check_environments(recipe: Recipe) -> None:
-    """Check the user's environments, which are checked as they are made."""
+    """Make the user's environments, which are checked as they are made."""
     from megarl.tasks.environments.registry import TaskEnvironments  # imports aiohttp
 
     TaskEnvironments(recipe, load_tokenizer(recipe.model.path))
 
 
 def check_agents(recipe: Recipe) -> None:
-    """Check the user's agents, which are checked as they are made."""
+    """Make the user's agents, which are checked as they are made."""
     from megarl.tasks.agents.registry import TaskAgents  # imports aiohttp
 
     TaskAgents(recipe, load_tokenizer(recipe.model.path))
@@ -289,7 +289,7 @@ def check_own_loss(recipe: Recipe) -> None:
 
 def read_inputs(recipe: Recipe) -> Fingerprints:
     """Return fingerprints of all inputs that determine the run's steps. MegarlError if
-    one cannot be read.
+    one cannot be read: some are read only for that.
     """
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
@@ -301,7 +301,7 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     for name, prompts in tasks.items():
         difficulties(recipe, name, prompts)
     fingerprints |= of_prompts(tasks)
-    questions = {}
+    questions = {}  # of suites that are sampled and graded
     for name, suite in recipe.evaluation.suites.items():
         suite_data = suites.load(
             name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate
@@ -333,6 +333,9 @@ def check_answers(
 
 
 def _check_set(name: str, prompts: Sequence[Prompt], policy: str) -> None:
+    """Log how many answers of these prompts the grader `math` cannot read. MegarlError
+    instead if policy, of `data.unreadable`, is `refuse`.
+    """
     unread = unreadable_in(prompts)
     if not unread.places:
         return

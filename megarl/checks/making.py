@@ -43,9 +43,9 @@ def checks_of(command: Command, needs: Collection[Need]) -> list[CheckEntry]:
 
 
 def findings(command: Command, needs: Collection[Need], facts: Facts) -> Iterator[Finding]:
-    """Make these checks one after the other and yield what each finds; of the first
-    that fails a bad finding, and then its MegarlError. What checks give is added to
-    `facts`.
+    """Make these checks one after the other and yield what each finds: one or several
+    findings of its own, else a good one. What a check gives is added to `facts`. The
+    first that fails ends this, with a bad finding and then its MegarlError.
     """
     for check in checks_of(command, needs):
         result = None
@@ -84,8 +84,8 @@ def call(function: str, facts: Facts) -> Any:
 def make_and_show(
     console: Console, command: Command, needs: Collection[Need], facts: Facts
 ) -> list[Finding]:
-    """Make checks and print what they find, with the one that failed last. MegarlError
-    of that one.
+    """Make checks and print what they find. If one fails, it is the last that is
+    printed, and its MegarlError is raised.
     """
     return show_all(console, findings(command, needs, facts))
 

@@ -84,7 +84,9 @@ which is compared instead.
 
 
 def check_writable(rundir: RunDir) -> Path:
-    """Return the folder that exists of the run's path, and in which we can write."""
+    """Return the run's directory or, while it does not exist, the nearest folder above
+    it that does. MegarlError if we cannot write there.
+    """
     path = rundir.path
     candidates = (path, *path.absolute().parents)
     folder = next(part for part in candidates if os.path.exists(part))
@@ -119,20 +121,22 @@ def starts(facts: Mapping[str, Any]) -> str:
 
 
 def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
-    """Raise MegarlError if the disk of `folder` has no room for the run's checkpoints,
-    of which the oldest goes only when a new one is whole. A checkpoint holds weights,
-    fp32 weights and two moments.
+    """Raise MegarlError if the disk of `folder` has no room for the run's checkpoints.
+    For each parameter one has the weight, a copy in fp32 and two moments in fp32. The
+    oldest goes only when a new one is whole.
     """
-    weights = parameters(Path(recipe.model.path)) * (1 + recipe.has_critic)
-    size = weights * (16 if recipe.model.dtype == "fp32" else 14)
+    networks = 2 if recipe.has_critic else 1
+    weight_bytes = 4 if recipe.model.dtype == "fp32" else 2
+    size = networks * parameters(Path(recipe.model.path)) * (weight_bytes + 3 * 4)
     settings = recipe.checkpoint
     at_steps = sum(isinstance(milestone, int) for milestone in settings.milestones)
     written = math.ceil(recipe.run.steps / settings.every) + at_steps
-    scored = 0
+    kept_for_scores = 0
     if settings.keep_best:
-        scored = 2  # the best, and one that is evaluated
+        kept_for_scores = 2  # the best, and one that is evaluated
         written += planned_evaluations(recipe.evaluation, recipe.run.steps)
-    kept_at_once = settings.keep + len(settings.milestones) + scored + 1
+    being_written = 1
+    kept_at_once = settings.keep + len(settings.milestones) + kept_for_scores + being_written
     checkpoints = min(kept_at_once, written)
     needed = (checkpoints - len(complete(rundir.checkpoints))) * size
     free = shutil.disk_usage(folder).free
@@ -205,13 +209,16 @@ def check_devices(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
         "learner ranks": resources.learner_ranks,
     }
     check_cpu(recipe, recipe.model.path, processes, sum(cores.values()))
-    missing = "a GPU, but this machine has none"
     if recipe.learner.microbatch_tokens == "auto":
         raise MegarlError(
-            f"learner.microbatch_tokens: auto tries sizes on {missing}; give a number"
+            "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give"
+            " a number"
         )
     if recipe.learner.optimizer_offload:
-        raise MegarlError(f"learner.optimizer_offload: moves AdamW off {missing}; set it to 0")
+        raise MegarlError(
+            "learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it"
+            " to 0"
+        )
 
 
 def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
@@ -224,6 +231,7 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
     nodes = {node.name: node for place in placed.values() for node in place.nodes}
     for node in nodes.values():
         ranks = learner.ranks if node in learner.nodes else 0
+        # a server on several nodes has an equal part on each
         servers = sum(1 / len(place.nodes) for place in serving if node in place.nodes)
         needed = ranks * host_bytes.rank + servers * host_bytes.server
         if needed <= node.memory:
@@ -314,20 +322,21 @@ def _changes_of_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprin
             f"the recipe this run began with cannot be read by this version; {OTHER_NAME}\n{error}"
         ) from None
     first_inputs = read_json(rundir.fingerprints) if rundir.fingerprints.exists() else {}
+    # a fingerprint's name is `KEY: PART`, such as `model.path: weights`
     compared = {name.partition(": ")[0] for name in first_inputs.keys() & fingerprints.keys()}
     changes = []
     for key, old, new in differences(first_recipe, recipe):
-        of_history = (key, new) == fork.THAWED or any(
-            key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY
-        )
-        if of_history and key not in compared:
+        is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
+        thaws_routers = (key, new) == fork.THAWED
+        if (is_fixed or thaws_routers) and key not in compared:
             changes.append(f"{key}: {old!r} in {rundir.recipe}, {new!r} now")
     return changes
 
 
 def check_inputs(rundir: RunDir, fingerprints: Fingerprints, advice: str) -> None:
-    """Raise MegarlError if model or prompts are not those that this run began with, or
-    if that is unknown. advice: what else may be done.
+    """Raise MegarlError if model or prompts are not those that the run of `rundir`
+    began with, or if that is unknown. An input that it had not, or has no more, does
+    not matter. advice: what may be done besides putting them back.
     """
     file = rundir.fingerprints
     if not file.exists():

@@ -66,7 +66,7 @@ def _misused(error: typer.TyperException) -> str:
     from pydantic import ValidationError
 
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
-    if isinstance(error.__cause__, ValidationError):  # its message leaves out the value
+    if isinstance(error.__cause__, ValidationError):  # its message may leave out the value
         value = repr(error.__cause__.errors()[0]["input"])
         if value not in message:
             message += f", not {value}"
@@ -91,13 +91,13 @@ class _Commands(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> object:
-        """Run the command that was named and return its status. If it only prints, a
-        reader that has left counts as success, and a file's OSError becomes a
-        MegarlError.
+        """Run the command that was named and return its status. If it is none of
+        LASTING, a reader that has left counts as success, and a file's OSError becomes
+        a MegarlError.
         """
         try:
             status = super().invoke(ctx)
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, where an error of the reader is caught
             return status
         except OSError as error:
             if ctx.invoked_subcommand in LASTING:
@@ -105,7 +105,7 @@ class _Commands(TyperGroup):
             if error.errno == errno.EPIPE:
                 _discard_output()
                 return 0
-            if error.filename is None:
+            if error.filename is None:  # it is of no file that the user could know
                 raise
             # such as a folder of --out that is a file
             raise MegarlError(f"{error.filename}: {error.strerror}") from None
@@ -131,6 +131,7 @@ for group in (recipes, study, rollouts, data.app, answers, scaling.app):
 
 
 def _version(is_given: bool) -> None:
+    """Print the version and exit, if --version is given."""
     if is_given:
         terminal.say(f"megarl {__version__}")
         raise typer.Exit
@@ -207,6 +208,7 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
 def _dry_run(name: str, recipe: "Recipe") -> int:
     """Show on stdout what would start and what differs from the base, on stderr the
     checks, warnings and that it is ready; return 0. MegarlError if it cannot start.
+    name: of the recipe, as the user gave it.
     """
     from megarl.checks import inputs
     from megarl.checks.dry_run import brief, warnings
@@ -225,7 +227,7 @@ def _dry_run(name: str, recipe: "Recipe") -> int:
 
 
 def _dry_run_of_sft(name: str, recipe: "Recipe") -> int:
-    """Show the same of a warm start."""
+    """Show of a warm start what `_dry_run` shows of a run; return 0."""
     from megarl.checks import inputs
     from megarl.checks.table import Command
 
@@ -246,7 +248,9 @@ def _show_checks(findings: "Iterator[Finding]") -> None:
 
 
 def _show_plan(name: str, recipe: "Recipe", lines: list[str]) -> None:
-    """Print lines on what would start, and what differs from the recipe's base."""
+    """Print lines on what would start, and what differs from the recipe's base. name:
+    of the recipe, as the user gave it.
+    """
     from megarl.checks.dry_run import changes
 
     base, changed = changes(name, recipe)
@@ -285,6 +289,7 @@ def plan(
     from megarl.predict.planning.command import main, problem, work
 
     if measured is not None:
+        # What --measured does not go with, None where it is not given.
         others = (gpus, gpu, allocate, lengths, simulate or None)
         return _plan_by_measurement(recipe, overrides, measured, mean_tokens, as_json, others)
     if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
@@ -317,8 +322,8 @@ def _plan_by_measurement(
     as_json: bool,
     others: Sequence[object],
 ) -> int:
-    """Plan by the speeds of a run. others: options that do not go with it, None for
-    those that are not given.
+    """Plan by the speeds of a run; return the exit status. others: options that do not
+    go with it, None for those that are not given.
     """
     from megarl.predict.planning.measured import main
 
@@ -337,7 +342,10 @@ def _allocate(
     posed: "PlanningProblem | None",
     as_json: bool,
 ) -> int:
-    """Choose batch and steps for a budget. curves: runs, separated by commas."""
+    """Choose batch and steps for a budget of device-hours; return the exit status.
+    curves: run directories, separated by commas; answers: prompts that the budget also
+    answers; posed: the problem of GPUs, if they are given.
+    """
     from megarl.predict.planning import allocate
 
     if not curves:
@@ -578,7 +586,9 @@ def serve(
 
 
 def _join(run: Path, interface: str, index: int | None, port: int | None) -> int:
-    """Join a run. With an index and a port: be the server that has joined it."""
+    """Join a run; return the exit status. That starts this command again with an index
+    and a port, which then is the server that has joined.
+    """
     from megarl.core.engine.launch import main
     from megarl.run import join
 
@@ -592,7 +602,9 @@ def _join(run: Path, interface: str, index: int | None, port: int | None) -> int
 def _serve_model(
     recipe: str | None, overrides: Sequence[str], model: Path, host: str, port: int, api_key: str
 ) -> int:
-    """Serve a model without a run. recipe: gives all other keys; None: the defaults."""
+    """Serve a model without a run; return 0. recipe: gives all other keys; None: the
+    defaults; key=value: an override, as the recipe was left out.
+    """
     from megarl.core.base.api_key import check_key_place, read_api_key
     from megarl.core.engine.launch import serve_model
     from megarl.core.recipe import from_tree, load
@@ -605,7 +617,7 @@ def _serve_model(
         raise MegarlError("--api-key: the server answers only to a key; give env:VARIABLE")
     overrides = [*overrides, f"model.path={json.dumps(str(model))}", "resources.colocate=false"]
     overrides.append("weights.transport=process_group")  # it gets no weights
-    if recipe is not None and "=" in recipe:
+    if recipe is not None and "=" in recipe:  # the first override, not a recipe
         overrides.insert(0, recipe)
         recipe = None
     loaded = from_tree({}, overrides) if recipe is None else load(recipe, overrides)
@@ -797,6 +809,7 @@ def compare_recipes(
     from megarl.predict.study.main import compare
     from megarl.predict.study.running import StudyOptions
 
+    # As many recipes as the user likes come first, so one argument takes both.
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))

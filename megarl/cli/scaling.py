@@ -44,7 +44,7 @@ def fit(
 
     options = _options(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
-    fitted = fit(curves, **options)
+    fitted = fit(curves, **options)  # all seeds together
     if as_json:
         terminal.say(json.dumps(fitted.record(), allow_nan=False))
         return 0
@@ -85,7 +85,7 @@ def extrapolate(
     import numpy as np
 
     from megarl.predict.scaling import tables
-    from megarl.predict.scaling.extrapolate import doubts, hours_to, later_points, predict
+    from megarl.predict.scaling.extrapolate import doubts, errors_of_later_points, hours_to, predict
     from megarl.predict.scaling.fit import fit
     from megarl.predict.scaling.points import amount
 
@@ -108,13 +108,14 @@ def extrapolate(
         text += f" (95 %: {low:.3f} to {high:.3f})."
     elif reach is not None:
         reached = hours_to(fitted, reach)
+        # JSON has no infinity.
         hours = [h if math.isfinite(h) else None for h in (reached.hours, *reached.interval)]
         record = {"pass_rate": reach, "hours": hours[0], "interval": hours[1:]}
         text = tables.reached(fitted, reach, reached)
-    later = later_points(fitted, curves)
+    later = errors_of_later_points(fitted, curves)
     if later is not None:
         record["later"] = asdict(later)
-        text += "\n" + tables.later(fitted, later)
+        text += "\n" + tables.about_later(fitted, later)
     if as_json:
         terminal.say(
             json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False)
@@ -173,6 +174,7 @@ def compare(
                 terminal.say(f"warning: {entry.name}: {warning}")
     if output:
         fits = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
+        # Slopes B compare only at one ceiling: such fits replace a run's own.
         efficiency = fits | comparison.comparable if len(fits) > 1 else {}
         _draw(output, to, published, runs, comparison, efficiency)
     return 0
@@ -211,6 +213,7 @@ def transfer(
     for source in points:
         parameters, path = named_size(source)
         curves.setdefault(parameters, []).extend(_read(path, None, hours_column, score_column))
+    # Several sources of one size are taken as seeds of one recipe.
     fits = {n: fit(curves[n], start=start, end=until) for n in sorted(curves)}
     prediction = transferred(fits, size, r0)
     scores = prediction.scores(np.array(to))
@@ -221,10 +224,10 @@ def transfer(
         intervals = prediction.intervals.T.tolist()
         for key, (middle, low, high) in zip(PARAMETERS, intervals, strict=True):
             record |= {key: middle, f"{key}_interval": [low, high]}
-        later = []
+        predicted = []
         for hours, (middle, low, high) in zip(to, scores.T.tolist(), strict=True):
-            later.append({"hours": hours, "pass_rate": middle, "interval": [low, high]})
-        record |= {"scores": later, "unit": unit, "warnings": warnings}
+            predicted.append({"hours": hours, "pass_rate": middle, "interval": [low, high]})
+        record |= {"scores": predicted, "unit": unit, "warnings": warnings}
         terminal.say(json.dumps(record, allow_nan=False))
         return 0
     tables.show(tables.fits([(f"{n:.3g} parameters", fitted) for n, fitted in fits.items()]))
@@ -362,7 +365,7 @@ def _read(
 
 def _named(sources: Sequence[Path], *selection: Any) -> dict[str, list["Curve"]]:
     """Read the curves of all sources by name; sources with the same name go by their
-    paths. selection: as in `_read`.
+    paths. selection: seed and columns, as in `_read`.
     """
     from megarl.predict.scaling.table_files import name_of
 
@@ -377,6 +380,7 @@ def _named(sources: Sequence[Path], *selection: Any) -> dict[str, list["Curve"]]
 def _options(
     r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid"
 ) -> "FitOptions":
+    """Return these options of the command line as those of `fit`."""
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}
 
 
@@ -388,8 +392,10 @@ def _draw(
     comparison: "RunComparison",
     efficiency: "Mapping[str, Fit]",
 ) -> None:
-    """Draw all pictures. efficiency: the fits in the efficiency plot, which is left out
-    if there are none.
+    """Draw all pictures, and print on stderr where they are. base: their path without
+    a suffix; to: hours up to which curves are drawn; published: names of fits to draw
+    too; efficiency: the fits in the efficiency plot, which is left out if there are
+    none.
     """
     from megarl.predict.scaling.plot import plot_efficiency, plot_fits
     from megarl.predict.scaling.published import law_named

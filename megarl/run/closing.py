@@ -71,6 +71,7 @@ def closing(
     values: Row = {}
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {
+            # a run that goes on elsewhere is stopped until then
             "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
             "reason": outcome.reason,
             "wall_seconds": round(wall_s, 1),

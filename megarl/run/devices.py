@@ -49,9 +49,10 @@ def gpus() -> tuple[str, ...]:
     names = tuple(takewhile(NAME.match, words))
     if not any(name.startswith("GPU-") for name in names):
         return names
+    # not strict: if one of the two queries fails, its answer is empty
     numbers = dict(zip(_query("uuid"), _query("index"), strict=False))
     if not set(names) <= set(numbers):
-        return names
+        return names  # one has no known number, such as a MIG device
     return tuple(numbers[name] for name in names)
 
 
@@ -94,8 +95,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def bf16_on_cpu() -> str:
-    """Return by what this machine's CPU multiplies in bf16; empty if it must emulate it
-    in fp32.
+    """Return what this machine's CPU has to multiply matrices in bf16, such as AMX;
+    empty if it must emulate that in fp32.
     """
     try:
         lines = CPU_INFO.read_text().splitlines()
@@ -103,7 +104,7 @@ def bf16_on_cpu() -> str:
         return ""
     flags: set[str] = set()
     for line in lines:
-        if line.startswith(("flags", "Features")):
+        if line.startswith(("flags", "Features")):  # of x86, of Arm
             flags.update(line.split())
     return next((name for flag, name in CPU_FLAGS.items() if flag in flags), "")
 
@@ -126,8 +127,9 @@ def _query(field: str) -> tuple[str, ...]:
 def needed(recipe: Recipe) -> int:
     """Return the number of GPUs that the recipe divides among its roles."""
     resources = recipe.resources
-    servers = 0 if resources.colocate else resources.servers * resources.server_tensor_parallel
-    return servers + resources.learner_ranks
+    if resources.colocate:  # servers share the learner's
+        return resources.learner_ranks
+    return resources.servers * resources.server_tensor_parallel + resources.learner_ranks
 
 
 CACHES = (
@@ -174,9 +176,8 @@ def _is_ours_alone(folder: Path) -> bool:
 
 
 def _kernel_folders() -> Iterator[Path]:
-    """Yield the folder for temporary files, unless nothing may be executed there, and
-    one of this node's in the home directory: torch's default is in /tmp, whoever made
-    it.
+    """Yield folders to try in turn: one among the temporary files, unless nothing may
+    be executed there, then one in the home directory, by the node's name.
     """
     temporary = Path(tempfile.gettempdir())
     if not os.statvfs(temporary).f_flag & os.ST_NOEXEC:
@@ -185,9 +186,9 @@ def _kernel_folders() -> Iterator[Path]:
 
 
 def search_path() -> dict[str, str]:
-    """Return a PATH that ends with the folder of this Python's programs. One is ninja,
-    by which SGLang compiles kernels, and megarl may be called by its path, from an
-    environment that nobody has activated.
+    """Return a PATH that ends with the folder of this Python's programs. SGLang calls
+    one of them, ninja, to compile kernels. Without this it would not find ninja where
+    megarl was called by its path, with no environment activated.
     """
     folders = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
     return {"PATH": os.pathsep.join(folders)}
@@ -197,17 +198,19 @@ TOOLKIT = Path("/usr/local/cuda")
 
 
 def toolkit() -> dict[str, str]:
-    """Return CUDA_HOME, where nothing sets it and PATH has nvcc by a link or a script:
-    SGLang would look for CUDA's libraries above the folder of that, and no kernel could
-    be linked.
+    """Return CUDA_HOME where SGLang would take a wrong one; empty where it would not,
+    or where CUDA is not found.
+
+    By itself SGLang takes the folder above that of the nvcc in PATH. If this nvcc is a
+    link or a script, CUDA's libraries are not there, and no kernel could be linked.
     """
     nvcc = shutil.which("nvcc")
     if nvcc is None or "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
         return {}
-    assumed = Path(nvcc).parents[1]  # by SGLang
-    for home in (assumed, Path(nvcc).resolve().parents[1], TOOLKIT):
+    taken_by_sglang = Path(nvcc).parents[1]
+    for home in (taken_by_sglang, Path(nvcc).resolve().parents[1], TOOLKIT):
         if (home / "lib64" / "libcudart.so").exists():
-            return {} if home == assumed else {"CUDA_HOME": str(home)}
+            return {} if home == taken_by_sglang else {"CUDA_HOME": str(home)}
     return {}
 
 

@@ -34,7 +34,9 @@ from megarl.core.journal.records import Session, State
 from megarl.core.recipe import Recipe, differences, load
 
 THAWED = ("model.moe.freeze_router", False)
-"""A change that no checkpoint allows: of frozen routers it has no optimiser state."""
+"""A key, and the new value that no fork can give it: the parent's checkpoint has no
+optimiser state of routers that were frozen.
+"""
 
 
 def check(recipe: Recipe) -> None:
@@ -53,7 +55,7 @@ def check(recipe: Recipe) -> None:
                 f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the"
                 " change"
             )
-    JournalReader(parent.rollouts).state_before(step)
+    JournalReader(parent.rollouts).state_before(step)  # raises if that is gone or incomplete
 
 
 def _check_steps(recipe: Recipe, parent: RunDir, step: int) -> None:
@@ -106,17 +108,21 @@ def start(recipe: Recipe, rundir: RunDir) -> None:
         raise MegarlError(
             f"run.fork: the checkpoint of step {step} was removed meanwhile; start again"
         )
-    _copy_rows(parent.metrics, rundir.metrics, step)
-    _copy_rows(parent.eval, rundir.eval, step + 1)
+    # an evaluation's step is the number of steps made, a metric's counts from 0
+    _copy_rows(parent.metrics, rundir.metrics, end=step)
+    _copy_rows(parent.eval, rundir.eval, end=step + 1)
     parent_state = JournalReader(parent.rollouts).state_before(step)
     state = _forked(parent_state, recipe, rows[step - 1])
     if recipe.data.shares != load(str(parent.recipe)).data.shares:
+        # the new shares hold from here on, not for all that was ever drawn
         state.drawn_before = {task: history.drawn for task, history in state.tasks.items()}
     file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))
 
 
 def _copy_rows(source: Path, target: Path, end: int) -> None:
-    """Write the rows of a JSONL file whose step is below `end`."""
+    """Write the rows of a JSONL file whose step is below `end`; lines that are no rows
+    are left out.
+    """
     lines = []
     if source.exists():
         lines = source.read_text(errors="replace").splitlines(keepends=True)
@@ -162,6 +168,7 @@ def _link(source: Path, target: Path) -> None:
     """Make `target` a copy of a folder, by hard links if the file system has them."""
 
     def link(source_file: str, target_file: str) -> None:
+        """Link one file or, where that is impossible, copy it."""
         try:
             os.link(source_file, target_file)
         except OSError:

@@ -61,7 +61,7 @@ LEARNS = 0.05
 """By how much more of the answers must be right, or end in time, for a fall of length
 or entropy to count as learning.
 """
-GROUPS = 8
+FEWEST_GROUPS = 8
 """The fewest groups by whose tokens sampling is judged."""
 MEMORY = 1000
 """Number of newest rows from which a judgement is the same as from all: what is older
@@ -90,29 +90,30 @@ class Signal(NamedTuple):
     """A quantity that is watched, judged by `limit` if it has one, else against its own
     past.
 
-    meaning, remedy: for the alarm's text. rises: whether high values are bad. noise:
-    the smallest deviation, after `scale`. tasks: each task is also judged by itself.
-    prompts: after an epoch of WINDOW steps or more the norm is forgotten, because the
-    next epoch draws other prompts (no-positive-resampling). steady: learning does not
-    change it fast, so that values which add to the sum join the norm only once the sum
-    is back at 0. always: abnormal only while every value since the first is beyond the
-    limit. learning: no alarm is raised while the policy learns (`Health._learns`); the
-    new course is the norm.
+    meaning, remedy: for the alarm's text. bad_when_high: whether high values are
+    abnormal, or low ones. noise: the smallest deviation, after `scale`. by_task: each
+    task is also judged by itself. depends_on_prompts: after an epoch of WINDOW steps or
+    more the norm is forgotten, because the next epoch draws other prompts
+    (no-positive-resampling). steady: learning changes it slowly, so values that add to
+    the sum join the norm only once the sum is back at 0. from_the_start: abnormal only
+    while every value since the first is beyond the limit. moved_by_learning: while the
+    policy learns (`Health._learns`), no alarm is raised, and the new course becomes the
+    norm.
     """
 
     name: str
     value: Measure
     meaning: str
     remedy: str
-    rises: bool = True
+    bad_when_high: bool = True
     limit: float | None = None
     noise: float = 0.0
     scale: Callable[[float], float] = float
-    tasks: bool = False
-    prompts: bool = False
+    by_task: bool = False
+    depends_on_prompts: bool = False
     steady: bool = False
-    always: bool = False
-    learning: bool = False
+    from_the_start: bool = False
+    moved_by_learning: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def metric(name: str) -> Measure:
 
 def _drift(row: Row, _: str) -> float:
     """Return how far the policy moves per step: |learner - behaviour| of a token,
-    divided by its lag in steps.
+    divided by its lag in steps. NaN below half a step of lag, where noise would be
+    divided by almost nothing.
     """
     if row["lag_mean"] < 0.5:
         return math.nan
@@ -145,10 +147,10 @@ def _drift(row: Row, _: str) -> float:
 
 def _surprise(row: Row, _: str) -> float:
     """Return how unlikely trained tokens are, as a multiple of their entropy: 1 if the
-    policy sampled them and all are trained. Where most groups have no variance, the few
-    that are trained are those with unlikely mistakes: their mean says little.
+    policy sampled them and all are trained. NaN for few groups: the few with variance
+    are those with unlikely mistakes, and their mean says little.
     """
-    if row["groups_in_loss"] < GROUPS:
+    if row["groups_in_loss"] < FEWEST_GROUPS:
         return math.nan
     return row["surprise"] / row["entropy"]
 
@@ -165,7 +167,9 @@ def _void(row: Row, _: str) -> float:
 
 
 def _no_variance(row: Row, _: str) -> float:
-    """Return the share of groups with equal rewards, which a teacher does without."""
+    """Return the share of groups with equal rewards. NaN with a teacher, from which the
+    policy learns in those groups too.
+    """
     return math.nan if "kl_teacher" in row else row["zero_variance_share"]
 
 
@@ -233,8 +237,8 @@ SIGNALS = (
         "every answer since the first is wrong, with the same grade: nothing is learnt",
         "",
         limit=0.5,
-        tasks=True,
-        always=True,
+        by_task=True,
+        from_the_start=True,
     ),
     Signal(
         "truncation",
@@ -248,7 +252,7 @@ SIGNALS = (
         metric("effective_sample_size"),
         "few tokens decide the step: the policy has moved far from the policies that generated",
         "lower pipeline.k or the learning rate",
-        rises=False,
+        bad_when_high=False,
         limit=0.1,
     ),
     Signal(
@@ -308,16 +312,16 @@ SIGNALS = (
         metric("reward_gap"),
         "wrong answers get more reward than right ones",
         "look at the task's graders and their weights",
-        rises=False,
+        bad_when_high=False,
         limit=0.0,
-        tasks=True,
+        by_task=True,
     ),
     Signal(
         "advantages",
         metric("advantage_fit"),
         "advantages do not follow rewards: what is learnt is not what is rewarded",
         "look at batch.advantage, the critic, and code of your own",
-        rises=False,
+        bad_when_high=False,
         limit=0.1,
     ),
     Signal(
@@ -325,7 +329,7 @@ SIGNALS = (
         metric("progress_errors"),
         "the policy moves against its advantages: something else moves it, or steps are too large",
         "compare learner.optimizer with the run's earlier steps, and look at code of your own",
-        rises=False,
+        bad_when_high=False,
         limit=-2.5,
     ),
     Signal(
@@ -340,7 +344,7 @@ SIGNALS = (
         metric("routing_replayed"),
         "routers do not take the experts that servers recorded",
         "compare model.moe.routing_replay with what servers return",
-        rises=False,
+        bad_when_high=False,
         limit=0.5,
     ),
     Signal(
@@ -364,7 +368,7 @@ SIGNALS = (
         _surprise,
         "tokens are more likely than entropy allows: servers sample at a lower temperature",
         _SAMPLER,
-        rises=False,
+        bad_when_high=False,
         noise=0.15,
         scale=LOG,
     ),
@@ -421,29 +425,29 @@ SIGNALS = (
         _CALMER,
         noise=0.15,
         scale=LOG,
-        prompts=True,
+        depends_on_prompts=True,
     ),
     Signal(
         "entropy_fall",
         metric("entropy"),
         "the policy collapses onto few answers",
         f"{READ}; {_CALMER}",
-        rises=False,
+        bad_when_high=False,
         noise=0.4,
         scale=LOG,
-        prompts=True,
-        learning=True,
+        depends_on_prompts=True,
+        moved_by_learning=True,
     ),
     Signal(
         "pass_rate_fall",
         metric("pass_rate_train"),
         "the policy gets worse, or the grader judges differently",
         f"{READ}, and fork from an earlier step (run.fork)",
-        rises=False,
+        bad_when_high=False,
         noise=0.3,
         scale=LOGIT,
-        tasks=True,
-        prompts=True,
+        by_task=True,
+        depends_on_prompts=True,
     ),
     Signal(
         "pass_rate_jump",
@@ -452,8 +456,8 @@ SIGNALS = (
         READ,
         noise=0.6,
         scale=LOGIT,
-        tasks=True,
-        prompts=True,
+        by_task=True,
+        depends_on_prompts=True,
     ),
     Signal(
         "length_rise",
@@ -462,18 +466,18 @@ SIGNALS = (
         READ,
         noise=0.05,
         scale=LOG,
-        prompts=True,
+        depends_on_prompts=True,
     ),
     Signal(
         "length_fall",
         metric("completion_tokens_mean"),
         "answers shrink",
         READ,
-        rises=False,
+        bad_when_high=False,
         noise=0.05,
         scale=LOG,
-        prompts=True,
-        learning=True,
+        depends_on_prompts=True,
+        moved_by_learning=True,
     ),
 )
 """All signals. docs/how-to/monitoring.md has a table of them, which
@@ -482,15 +486,16 @@ tests/unit/run/test_health.py compares with this one.
 
 
 class _Limited:
-    """A signal with a limit, judged by the mean of its newest values. _quiet: how many
-    of these in a row are within the limit.
+    """A signal with a limit, judged by the mean of its newest values. _within: how many
+    values in a row, up to the newest, are within the limit. since: the newest step, as
+    an alarm begins when it is raised. text: the numbers for an alarm.
     """
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
         self._newest: deque[float] = deque(maxlen=RECENT)
-        self._off = False
-        self._quiet = 0
+        self._alarmed = False
+        self._within = 0
         self.since = 0
         self.text = ""
 
@@ -500,16 +505,17 @@ class _Limited:
         assert limit is not None
 
         def beyond(value: float) -> bool:
-            return value > limit if self._signal.rises else value < limit
+            return value > limit if self._signal.bad_when_high else value < limit
 
         self._newest.append(value)
         mean = math.fsum(self._newest) / len(self._newest)
         self.since = step
         self.text = f"{mean:.3g} on average, limit {limit:g}"
-        self._quiet = 0 if beyond(value) else self._quiet + 1
-        raised = len(self._newest) >= FIRST and beyond(mean)
-        self._off = raised or (self._off and self._quiet < QUIET)
-        return self._off
+        self._within = 0 if beyond(value) else self._within + 1
+        is_beyond = len(self._newest) >= FIRST and beyond(mean)
+        goes_on = self._alarmed and self._within < QUIET
+        self._alarmed = is_beyond or goes_on
+        return self._alarmed
 
     def forget(self) -> None:
         """Do nothing: a limit has no norm."""
@@ -523,7 +529,7 @@ class _Always:
     def __init__(self, signal: Signal) -> None:
         self._limit = signal.limit
         self._values = 0
-        self._broken = False  # a value was within the limit
+        self._was_within = False  # a value was within the limit
         self.since = 0
         self.text = ""
 
@@ -533,9 +539,9 @@ class _Always:
         if not self._values:
             self.since = step
         self._values += 1
-        self._broken = self._broken or value <= self._limit
+        self._was_within = self._was_within or value <= self._limit
         self.text = f"since step {self.since}"
-        return self._values >= FIRST and not self._broken
+        return self._values >= FIRST and not self._was_within
 
     def forget(self) -> None:
         """Do nothing: a limit has no norm."""
@@ -557,7 +563,8 @@ class Norm(NamedTuple):
 
 class _Course:
     """A signal judged against its own past: a CUSUM. _suspect: values that are not yet
-    among the past, because they add to the sum or an alarm lasts.
+    among the past, because they add to the sum or an alarm lasts. since: the step from
+    which the sum has been above 0.
     """
 
     def __init__(self, signal: Signal) -> None:
@@ -582,6 +589,7 @@ class _Course:
         self._add_to_sum((new.scaled - norm.median.scaled) / norm.deviation)
         is_suspect = self._sum > 0 if self._signal.steady else self._alarmed
         if not is_suspect:
+            # an alarm's values never join the norm, those of a small rise do
             cleared = [] if was_alarmed else self._suspect
             self._past = [*self._past, *cleared, new][-WINDOW - GAP :]
             self._suspect = []
@@ -593,18 +601,19 @@ class _Course:
         return self._alarmed
 
     def _add_to_sum(self, z: float) -> None:
-        """Add a distance to the norm to the CUSUM. An alarm begins above THRESHOLD and
-        ends at 0.
+        """Add a value to the CUSUM. z: how far it is above the norm, in deviations. An
+        alarm begins when the sum exceeds THRESHOLD and ends when it is back at 0. The
+        sum has a ceiling, so that even a long alarm ends soon after the last bad value.
         """
-        if not self._signal.rises:
-            z = -z
-        clipped = max(-CLIP, min(z, CLIP))
-        changed = max(0.0, self._sum + clipped - DRIFT)
-        self._sum = min(changed, 2 * THRESHOLD)
-        self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
+        badness = z if self._signal.bad_when_high else -z
+        clipped = max(-CLIP, min(badness, CLIP))
+        raised = max(0.0, self._sum + clipped - DRIFT)
+        self._sum = min(raised, 2 * THRESHOLD)
+        limit = 0.0 if self._alarmed else THRESHOLD
+        self._alarmed = self._sum > limit
 
     def forget(self) -> None:
-        """Replace the past by the values seen during an alarm."""
+        """Take the suspect values as the new norm, and end the alarm."""
         self._past = self._suspect[-WINDOW - GAP :]
         self._suspect = []
         self._sum = 0.0
@@ -612,8 +621,10 @@ class _Course:
 
     def _norm(self) -> Norm | None:
         """Return the norm by the values before the newest GAP; None while there are too
-        few. In a normal distribution the median distance to the median is 0.6745
-        deviations, and the ninth decile is at 1.2816.
+        few. Its deviation is the largest of three: by all values, by the outer tenth on
+        the bad side, and the signal's noise. In a normal distribution the median
+        distance to the median is 0.6745 deviations, and the outer tenth begins at
+        1.2816.
         """
         signal = self._signal
         earlier = sorted(self._past[:-GAP])
@@ -623,13 +634,14 @@ class _Course:
         median = earlier[count // 2]
         distances = sorted(abs(value.scaled - median.scaled) for value in earlier)
         of_all = distances[count // 2] / 0.6745
-        index = count // 10
-        if signal.rises:
-            index = count * 9 // 10
-        decile = earlier[index]
-        of_bad_side = abs(decile.scaled - median.scaled) / 1.2816
+        first_decile = earlier[count // 10]
+        ninth_decile = earlier[count * 9 // 10]
+        bad_decile = ninth_decile if signal.bad_when_high else first_decile
+        of_bad_side = abs(bad_decile.scaled - median.scaled) / 1.2816
         return Norm(median, max(of_all, of_bad_side, signal.noise))
 
+
+_SignalJudge = _Always | _Limited | _Course
 
 OF_PARITY = ("parity", "kernels", "kernels_median")
 """Signals whose likely cause the comparison of servers and learner names."""
@@ -643,12 +655,12 @@ class Health:
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.step = -1
         self.history: list[Alarm] = []
-        self._open: dict[str, int] = {}  # indices in the history, of alarms that last
-        self._judges: dict[tuple[str, str], _Always | _Limited | _Course] = {}
+        self._open: dict[str, int] = {}  # alarms that last: by name, their index in the history
+        self._judges: dict[tuple[str, str], _SignalJudge] = {}  # by signal and "/TASK"
         self._newest: deque[Row] = deque(maxlen=WINDOW + GAP)  # by these `_learns` judges
         self._last: Row = {}
         self._epoch_began = 0
-        self._compared: Row = {}
+        self._compared: Row = {}  # the last one in which servers and learner were compared
         self._moves: deque[float] = deque(maxlen=MOVES)
         for row in rows:
             self.add(row)
@@ -684,28 +696,33 @@ class Health:
         ]
         for signal in SIGNALS:
             self._measure(signal, row, "")
-            if signal.tasks:
+            if signal.by_task:
                 for task in tasks:
                     self._measure(signal, row, task)
 
     def _follow_epoch(self, row: Row) -> None:
-        """Forget norms that hold for the last epoch's prompts, if it was long."""
+        """At the first step of an epoch, forget the norms that hold for the last one's
+        prompts, unless that had fewer than WINDOW steps: then they hardly differ.
+        """
         if row.get("epoch", 0) <= self._last.get("epoch", 0):
             return
         if self.step - self._epoch_began >= WINDOW:
             for (name, _), judge in self._judges.items():
-                if _BY_NAME[name].prompts:
+                if _BY_NAME[name].depends_on_prompts:
                     judge.forget()
         self._epoch_began = self.step
 
     def _follow_progress(self, row: Row) -> None:
-        """Add to the row by how many standard errors the policy moves along its
-        advantages: progress per movement, over the newest MOVES steps.
+        """Add `progress_errors` to the row: the mean of progress per movement over the
+        newest MOVES steps, in standard errors. It is negative if the policy moves
+        against its advantages. Steps without lag, movement or progress do not count.
         """
-        moved = row.get("lag_mean", 0) >= 0.5 and row.get("trained_logprob_diff")
-        if not moved or not math.isfinite(row.get("progress", math.nan)):
+        movement = row.get("trained_logprob_diff")
+        if row.get("lag_mean", 0) < 0.5 or not movement:
             return
-        self._moves.append(row["progress"] / row["trained_logprob_diff"])
+        if not math.isfinite(row.get("progress", math.nan)):
+            return
+        self._moves.append(row["progress"] / movement)
         if len(self._moves) < MOVES:
             return
         error = stdev(self._moves) / math.sqrt(MOVES)
@@ -733,24 +750,24 @@ class Health:
         return more_right or more_end
 
     def _judge(self, signal: Signal, task: str, value: float) -> None:
-        """Judge a signal's value in this step: open an alarm if it is off, unless it is
-        of those that learning moves and the policy learns; close its open alarm if it
-        is not. task: "/NAME", or empty for all tasks.
+        """Judge a signal's value in this step. If the signal is abnormal, open an alarm
+        unless it has one; if it is not, close the one that it has. No alarm is opened
+        for a change that is due to learning. task: "/NAME", or empty for all tasks.
         """
         key = (signal.name, task)
         name = signal.name + task
         if key not in self._judges:
             self._judges[key] = _judge_of(signal)
         judge = self._judges[key]
-        is_off = judge.add(self.step, value)
+        is_abnormal = judge.add(self.step, value)
         if name in self._open:
-            if not is_off:
+            if not is_abnormal:
                 number = self._open.pop(name)
                 self.history[number] = replace(self.history[number], until=self.step)
             return
-        if not is_off:
+        if not is_abnormal:
             return
-        if signal.learning and self._learns(judge.since):
+        if signal.moved_by_learning and self._learns(judge.since):
             judge.forget()
             return
         self._open[name] = len(self.history)
@@ -759,7 +776,7 @@ class Health:
         self.history.append(Alarm(name, judge.since, self.step, text))
 
     def _remedy(self, signal: Signal, task: str) -> str:
-        """Return what to do about a signal that is off now."""
+        """Return what to do about a signal that is abnormal now."""
         if signal.name == "all_wrong":
             return _why_all_wrong(self._last, task)
         if signal.name in OF_PARITY and self._compared:
@@ -768,8 +785,9 @@ class Health:
         return signal.remedy or _LOG
 
 
-def _judge_of(signal: Signal) -> _Always | _Limited | _Course:
-    if signal.always:
+def _judge_of(signal: Signal) -> _SignalJudge:
+    """Return what judges a signal's values, which are then given to it in order."""
+    if signal.from_the_start:
         return _Always(signal)
     if signal.limit is None:
         return _Course(signal)
@@ -777,11 +795,9 @@ def _judge_of(signal: Signal) -> _Always | _Limited | _Course:
 
 
 def _risen(rows: Iterable[Row], name: str, since: int) -> float:
-    """Return how far the mean of a metric's newest values since a step is above that of
-    its values before.
-
-    It counts only what is more than twice the standard error, from the scatter of all;
-    else it is 0.
+    """Return by how much a metric has risen: the mean of its newest RECENT values from
+    step `since` on, less the mean of its values before. 0 if that is less than twice
+    its standard error, or values are too few.
     """
     measured = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     earlier = [row[name] for row in measured if row["step"] < since]
@@ -789,11 +805,11 @@ def _risen(rows: Iterable[Row], name: str, since: int) -> float:
     newest = newest[-RECENT:]
     if len(newest) < FIRST or len(earlier) < FIRST:
         return 0.0
-    risen = fmean(newest) - fmean(earlier)
+    rise = fmean(newest) - fmean(earlier)
     of_newest = variance(newest) / len(newest)
     of_earlier = variance(earlier) / len(earlier)
     error = math.sqrt(of_newest + of_earlier)
-    return risen if abs(risen) > 2 * error else 0.0
+    return rise if abs(rise) > 2 * error else 0.0
 
 
 _BY_NAME = {signal.name: signal for signal in SIGNALS}

@@ -91,13 +91,14 @@ def serve(run: Path, interface: str, request: StopRequest) -> str:
     the name of the run's present life.
     """
     rundir, recipe, endpoints = opened(run)
-    width = recipe.resources.server_tensor_parallel
+    gpus = recipe.resources.server_tensor_parallel
+    # A free port may be that of one of the run's servers which is down for a moment.
+    # With one port more than the run has servers, one is nobody's.
     node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
-    _check_gpus(node, endpoints, width)
+    _check_gpus(node, endpoints, gpus)
     urls = {port: f"http://{node.address}:{port}" for port in node.ports}
-    # those of the run's servers may be free because these are down for a moment
     port = next(port for port, url in urls.items() if url not in endpoints.servers)
-    place = Place((node,), node.gpus[:width])
+    place = Place((node,), node.gpus[:gpus])
     role = task(recipe, rundir, Role("server"), port, place)
     join = ("-m", "megarl", "serve", "--join", str(rundir.path))
     words = (*join, "--interface", interface, "--port", str(port), "--index")
@@ -107,13 +108,13 @@ def serve(run: Path, interface: str, request: StopRequest) -> str:
     return endpoints.session
 
 
-def _check_gpus(node: Node, endpoints: Endpoints, width: int) -> None:
-    """Raise MegarlError unless this machine has GPUs, `width` of them, just if the run
-    has.
+def _check_gpus(node: Node, endpoints: Endpoints, gpus: int) -> None:
+    """Raise MegarlError unless this machine has as many GPUs as a server takes (`gpus`)
+    or, if the run is on CPUs, none.
     """
     if endpoints.gpus:
-        fits = len(node.gpus) >= width and bool(node.gpus)
-        needs = f"{width} GPUs (resources.server_tensor_parallel)"
+        fits = len(node.gpus) >= gpus
+        needs = f"{gpus} GPUs (resources.server_tensor_parallel)"
     else:
         fits = not node.gpus
         needs = "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
@@ -139,6 +140,7 @@ def resumed(rundir: RunDir, life: str, request: StopRequest) -> bool:
                 by_hand = rundir.stop_asked() and rundir.stop_signal() not in MAKE_ROOM
                 if by_hand or read_json(rundir.summary).get("outcome") != "stopped":
                     return False
+            # a new life removes the old status first, so this one is of its controller
             elif rundir.endpoints().session != life and rundir.status.exists():
                 return True
         time.sleep(BEAT_S)
@@ -159,13 +161,16 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
     )
     endpoints = rundir.endpoints()
     JournalReader(rundir.rollouts).has_tickets()  # raises for another schema
-    if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
-        key = "weights.transport=cuda_ipc"
-        if recipe.resources.colocate:
-            key = "resources.colocate=true"
-        raise MegarlError(
-            f"{run}: no server can join a run with {key}, whose servers share the learner's GPUs"
-        )
+    refused = {
+        "resources.colocate=true": recipe.resources.colocate,
+        "weights.transport=cuda_ipc": recipe.weights.transport == "cuda_ipc",
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise MegarlError(
+                f"{run}: no server can join a run with {key}, whose servers share the learner's"
+                " GPUs"
+            )
     if not Path(recipe.model.path).exists():
         raise MegarlError(
             f"model.path: {recipe.model.path} is not here; start in the folder where the run was"
@@ -175,7 +180,9 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
 
 
 def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int = 0) -> Node:
-    """Return this machine with its address on the run's network and free ports."""
+    """Return this machine with its address on the run's network and free ports.
+    interface: as in `main`. ports: how many.
+    """
     controller = str(urlsplit(endpoints.controller).hostname)
     if controller == LOOPBACK and interface not in ("", OF_SLURM):
         raise MegarlError(
@@ -217,9 +224,10 @@ class Guest:
         try:
             reason = self._stay()
             terminal.say(f"megarl: leaving: {reason}", flush=True)
+            # of a server that ended by itself; None while it lives
             status = self._process.status() if self._process else None
             if self._process and (self._request.count or status is not None):
-                self._leave()
+                self._leave()  # else the run has ended, and nobody would answer
         finally:
             if self._process:
                 self._process.kill()
@@ -233,18 +241,18 @@ class Guest:
     def _stay(self) -> str:
         """Serve until there is a reason to end; return it."""
         while True:
-            reason = self._beat()
-            until = time.monotonic() + BEAT_S
-            reason = reason or self._why_end()
-            while not reason and time.monotonic() < until:
+            reason = self._beat() or self._why_end()
+            next_beat = time.monotonic() + BEAT_S
+            while not reason and time.monotonic() < next_beat:
                 time.sleep(TICK_S)
                 reason = self._why_end()
             if reason:
                 return reason
 
     def _beat(self) -> str:
-        """Announce the server to the controller, and start it the first time. Return a
-        reason to end, or "" to go on.
+        """Announce the server to the controller, and start it at its first `Joined`.
+        Return a reason to end, or "" to go on. The controller answers `Wait` as long as
+        another server has this address, such as an earlier one that is still leaving.
         """
         try:
             reply = self._say(self._join)
@@ -289,8 +297,10 @@ class Guest:
         until = time.monotonic() + LEAVE_LIMIT_S
 
         def reason_to_give_up() -> str:
+            """Return a text that is not empty once nobody should wait any longer."""
             is_late = time.monotonic() > until
-            return "asked twice" if self._request.count > 1 or is_late else ""
+            was_asked_twice = self._request.count > 1
+            return "late, or asked twice" if is_late or was_asked_twice else ""
 
         self.link.interrupted = reason_to_give_up
         with suppress(MegarlError, Interrupted):
@@ -298,6 +308,7 @@ class Guest:
                 time.sleep(TICK_S)
 
     def _say(self, word: FromServer) -> Reply:
+        """Send a message to the controller and return its reply."""
         reply: Reply = decode(self.link.ask(word), Reply)
         return reply
 

@@ -34,7 +34,7 @@ KILL_LIMIT_S = 30.0
 """If a killed process still exists after this time, it hangs in the kernel (a driver);
 nothing more can be done about it.
 """
-Still = Literal["stopped", "unheard"]
+Stuck = Literal["stopped", "unheard"]
 """Why a role is stuck: one of its processes is stopped, or its node has stopped
 reporting.
 """
@@ -84,8 +84,8 @@ class RoleCommand:
     rundir: RunDir
 
     def log(self, n: int = 0) -> Path:
-        """Return the role's log on its n-th node. Further ranks there have their own
-        (`megarl.core.base.process.log_to`).
+        """Return the role's log on its n-th node. A learner's is that of its first rank
+        there; further ranks have their own (`megarl.core.base.process.log_to`).
         """
         rank = self.role.index if self.role.serves else n * self.place.ranks
         return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
@@ -110,7 +110,7 @@ class RunningRole(Protocol):
     def wait_gone(self) -> None:
         """Wait after `kill` until the role is gone, for at most KILL_LIMIT_S."""
 
-    def still(self) -> Still | None:
+    def why_stuck(self) -> Stuck | None:
         """Return why the role is stuck; None if it is not."""
 
     def node_state(self) -> NodeState:
@@ -183,12 +183,13 @@ def alike(nodes: Sequence[Node]) -> dict[str, str]:
     """Return NCCL's variables for a role on these nodes."""
     kinds: set[str] = set()
     for node in nodes:
-        kinds.update(node.kinds or ("",))
+        kinds.update(node.kinds or ("",))  # "": not known, which is no GPU of a rack
     in_a_rack = all(_is_of_a_rack(kind) for kind in kinds)
     return ALIKE_IN_A_RACK if in_a_rack else ALIKE
 
 
 def _is_of_a_rack(kind: str) -> bool:
+    """Return whether a GPU of this name is one of RACK."""
     return any(name in kind for name in RACK)
 
 
@@ -200,16 +201,17 @@ def kernel_order(recipe: Recipe, capabilities: Collection[str]) -> dict[str, str
     (validate_args in its training/arguments.py). Where it is not needed, exchanges of
     experts and of gradients would wait for kernels beside which they could run.
     """
-    exchanges = recipe.model.tensor_parallel > 1 or recipe.model.context_parallel > 1
+    is_parallel = recipe.model.tensor_parallel > 1 or recipe.model.context_parallel > 1
     majors = [int(capability.partition(".")[0]) for capability in capabilities]
-    may_need_order = not majors or min(majors) < NEEDS_NO_ORDER
-    return ORDER if exchanges and may_need_order else {}
+    may_be_older = not majors or min(majors) < NEEDS_NO_ORDER
+    return ORDER if is_parallel and may_be_older else {}
 
 
 def _allocator(expandable: bool) -> dict[str, str]:
     """Return torch's settings for memory allocation: the user's, and `PINNED` and
     perhaps `EXPANDABLE` if they lack them.
     """
+    # the second is the older name of the first
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     defaults = {PINNED: "1"}
     if expandable:
@@ -278,7 +280,8 @@ def _variables_on(task: RoleCommand, n: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": node.interface,
         "NCCL_SOCKET_IFNAME": f"={node.interface}",
     }
-    if task.role.kind != "controller":  # its prompts take a large disk
+    # not the controller: it compiles nothing, and its prompts need a large TMPDIR
+    if task.role.kind != "controller":
         variables |= devices.kernel_caches()
         variables |= devices.search_path()
         variables |= devices.toolkit()
@@ -320,7 +323,7 @@ class LocalProcess:
             self._process.wait(KILL_LIMIT_S)
             remove_shared_memory(self.pid)
 
-    def still(self) -> Still | None:
+    def why_stuck(self) -> Stuck | None:
         """Return "stopped" if one of its processes is stopped."""
         with suppress(psutil.NoSuchProcess):
             leader = psutil.Process(self.pid)
@@ -343,6 +346,7 @@ class LocalProcess:
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return the process's children, theirs and so on; none if it has ended."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:

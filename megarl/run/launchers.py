@@ -43,8 +43,9 @@ def choose_launcher(recipe: Recipe, rundir: RunDir) -> Launcher:
             f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see"
             " launch/slurm/ and `megarl submit`, or set local"
         )
-    several_hosts = nodes > 1 or (nodes > 0 and STEP_COMMAND in os.environ)
-    if kind == "local" or (kind == "auto" and not several_hosts):
+    in_container = STEP_COMMAND in os.environ
+    needs_steps = nodes > 1 or (nodes > 0 and in_container)
+    if kind == "local" or (kind == "auto" and not needs_steps):
         return LocalLauncher(recipe.run.interface)
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:

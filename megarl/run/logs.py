@@ -56,8 +56,8 @@ class Tail:
                     self.offset += len(line)
                     added += line.decode(errors="replace").splitlines()
                 elif len(line) < LONGEST_LINE_BYTES:
-                    break
-                else:  # no line of ours: what was added so far is skipped
+                    break  # unfinished
+                else:  # too long for a line of ours: go on after all that the file has now
                     self.offset = file.seek(0, os.SEEK_END)
         return added
 
@@ -99,6 +99,7 @@ def log_of(
     """
 
     def telling(log: Path) -> tuple[bool, bool, float]:
+        """Return a key by which logs are sorted, the most telling one last."""
         problem = last_problem(log, log_offsets.get(log, 0))
         is_cause = bool(problem) and not PEER_LOST.search(problem)
         return is_cause, bool(problem), log.stat().st_mtime
@@ -112,6 +113,7 @@ def log_of(
 
 
 def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
+    """Yield the logs of a server, or those of all ranks of another role."""
     rank = str(role.index) if role.serves else "*"
     return rundir.logs.glob(f"{role.kind}/*.{rank}.log")
 
@@ -161,7 +163,9 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
 
 
 def _followed(tails: dict[Path, Tail], file: Path, count: int | None) -> list[str]:
-    """Return the new lines of a file; at the first look its last `count`."""
+    """Return the new lines of a file. count: at the first look, how many of its last
+    ones instead; then None.
+    """
     if count is None:
         tail = tails.setdefault(file, Tail(file))
         return tail.lines()

@@ -25,6 +25,7 @@ from megarl.run.process import free_ports
 
 LOOPBACK = "127.0.0.1"
 DISCARD = 9
+"""The port of the discard protocol; nothing is sent to it."""
 OF_SLURM = "slurm"
 """Used in place of an interface's name: the interface by which Slurm reaches the node.
 """
@@ -89,16 +90,17 @@ def memory() -> int:
     limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in CGROUP.read_text().splitlines():
+            # number:controllers:path; version 2 names no controllers
             _, controllers, path = line.split(":", 2)
-            group = "."
+            root = CGROUPS
             name = "memory.max"
-            if controllers:  # cgroups of version 1
+            if controllers:  # version 1
                 if "memory" not in controllers.split(","):
                     continue
-                group = "memory"
+                root = CGROUPS / "memory"
                 name = "memory.limit_in_bytes"
-            ours = CGROUPS / group / path.lstrip("/")
-            for folder in (ours, *ours.parents):
+            ours = root / path.lstrip("/")
+            for folder in (ours, *ours.parents):  # the limits of groups around ours hold too
                 with suppress(OSError, ValueError):  # not there, or "max"
                     limits.append(int((folder / name).read_text()))
     return min(limits)
@@ -150,8 +152,8 @@ def encoded_lines(node: Node) -> Iterator[bytes]:
 
 
 def gathered(lines: Iterable[str]) -> dict[str, Node]:
-    """Decode the lines of several nodes and return the nodes by name. Other lines, of a
-    site's prologue, are skipped.
+    """Decode the lines of several nodes, join each node's GPUs and ports, and return
+    the nodes by name. Other lines, of a site's prologue, are skipped.
     """
     nodes: dict[str, Node] = {}
     for line in lines:
@@ -165,17 +167,17 @@ def gathered(lines: Iterable[str]) -> dict[str, Node]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print this node as JSON if it sees the run directory and can import megarl.
-    arguments: COUNT INTERFACE RUN.
+    """Print this node as lines of JSON and return 0 if it sees the run directory, else
+    2. arguments: how many free ports, the interface, the run directory.
     """
-    count, interface, run = arguments
+    ports, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(
                 f"{Path(run).absolute()} is not there; run.dir must be on a file system that all"
                 " nodes share"
             )
-        node = this_node(int(count), interface)
+        node = this_node(int(ports), interface)
         for line in encoded_lines(node):
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()  # each in one write: lines of nodes do not mix

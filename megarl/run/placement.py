@@ -83,8 +83,8 @@ class Allocation:
         return [n for n, names in enumerate(self.free) if len(names) >= count]
 
     def idle(self) -> list[int]:
-        """Return the largest nodes that are wholly free and whose slots have the names
-        of the first one's.
+        """Return the largest nodes that are wholly free, as far as their slots have the
+        same names as those of the first: a role has one list of names for all nodes.
         """
         width = self.width
         idle = [
@@ -93,7 +93,9 @@ class Allocation:
         return [n for n in idle if self.free[n] == self.free[idle[0]]]
 
     def take(self, indices: Sequence[int], count: int) -> Place:
-        """Take the first `count` free slots of each of these nodes."""
+        """Take the first `count` free slots of each of these nodes, whose names are the
+        same on all.
+        """
         gpus = _named(self.free[indices[0]][:count])
         for n in indices:
             del self.free[n][:count]
@@ -107,6 +109,7 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     allocation = Allocation(nodes, _slots(recipe, nodes))
     if allocation.free_slots < needed(recipe):
         raise MegarlError(_too_few(recipe, allocation))
+    # before the servers: the learner may take only whole nodes, all alike
     learner = _learner(recipe.resources.learner_ranks, allocation)
     placed = {Role("learner"): learner}
     if recipe.resources.colocate:
@@ -161,26 +164,26 @@ def _servers(recipe: Recipe, allocation: Allocation) -> dict[Role, Place]:
     """Place servers on the first free slots."""
     servers = recipe.resources.servers
     width = recipe.resources.server_tensor_parallel
-    size = allocation.width
+    node_width = allocation.width
     key = "resources.server_tensor_parallel"
-    if width > size and width % size:
+    if width > node_width and width % node_width:
         raise MegarlError(
-            f"{key}: {width} GPUs are more than the {size} of a node, and such a server takes whole"
-            f" nodes; use a multiple of {size}"
+            f"{key}: {width} GPUs are more than the {node_width} of a node, and such a server takes"
+            f" whole nodes; use a multiple of {node_width}"
         )
-    count = max(1, width // size)
+    node_count = max(1, width // node_width)
+    slots_each = width // node_count
     placed = {}
     for i in range(servers):
-        candidates = allocation.with_free(width) if count == 1 else allocation.idle()
-        if len(candidates) < count:
-            places = "node" if count == 1 else f"{count} nodes"
+        candidates = allocation.with_free(width) if node_count == 1 else allocation.idle()
+        if len(candidates) < node_count:
+            places = "node" if node_count == 1 else f"{node_count} nodes"
             raise MegarlError(
-                f"resources: server {i} of {servers} finds no {places} with {width // count} free"
+                f"resources: server {i} of {servers} finds no {places} with {slots_each} free"
                 f" GPUs (free: {allocation.free_by_node}); it lies within a node or on whole ones:"
                 f" choose {key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        chosen = candidates[:count]
-        placed[Role("server", i)] = allocation.take(chosen, width // count)
+        placed[Role("server", i)] = allocation.take(candidates[:node_count], slots_each)
     return placed
 
 
@@ -194,21 +197,22 @@ def _learner(ranks: int, allocation: Allocation) -> Place:
         gpus = free[-1][width - ranks :]
         del free[-1][width - ranks :]
         return Place((allocation.nodes[-1],), _named(gpus), ranks)
-    count = ranks // width if width else 0
-    are_unlike = any(names != free[-1] for names in free[-count:])
-    if not count or ranks % width or are_unlike:
+    node_count = ranks // width if width else 0  # 0: servers have taken all of the last node
+    are_unlike = any(names != free[-1] for names in free[-node_count:])
+    if not node_count or ranks % width or are_unlike:
         raise MegarlError(
             f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have"
             f" {', '.join(str(len(names)) for names in free)} GPUs each; use a multiple of a"
             " node's, on nodes with equally many"
         )
     gpus = list(free[-1])
-    for names in free[-count:]:
+    for names in free[-node_count:]:
         names.clear()
-    return Place(tuple(allocation.nodes[-count:]), _named(gpus), width)
+    return Place(tuple(allocation.nodes[-node_count:]), _named(gpus), width)
 
 
 def _named(slots: Sequence[str]) -> tuple[str, ...]:
+    """Return the slots that are GPUs: those of cores have empty names."""
     return tuple(slot for slot in slots if slot)
 
 

@@ -190,7 +190,9 @@ def _started(name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
 def _first_bad_status(
     processes: Sequence[subprocess.Popen[bytes]], told_to_end: threading.Event
 ) -> int:
-    """Wait until all have ended, or one badly, or we are told to end."""
+    """Wait until all have ended, or one badly, or we are told to end. Return 0, the bad
+    status in a shell's form (128 plus a signal), or KILLED.
+    """
     while not told_to_end.wait(0.1):
         statuses = [process.poll() for process in processes]
         bad = [status for status in statuses if status]
@@ -202,6 +204,7 @@ def _first_bad_status(
 
 
 LINES = threading.Lock()
+"""Held while a line is written, so that those of several pods do not mix."""
 
 
 def _pass_lines_on(process: subprocess.Popen[bytes]) -> None:
@@ -233,19 +236,22 @@ def _close(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def wait() -> int:
-    """Keep this pod alive until it is ended. A role that runs in it then may still
-    save, within the pod's grace period: learner and controller are told to. Servers
-    have nothing to save: alone they get SERVERS_LIMIT_S, in which `megarl train` hears
-    of its own end and so does not mistake theirs for a lost node. Return KILLED: with
-    0, Kubernetes would take a pod that is preempted to have done its work, and nobody
-    would make another.
+    """Keep this pod alive until it is told to end, then until its roles have ended.
+
+    Learner and controller are told to save, and have the pod's grace period for that.
+    Servers have nothing to save. Where only they are left, the pod ends after
+    SERVERS_LIMIT_S: by then `megarl train` has heard of its own end, and does not
+    mistake theirs for a lost node.
+
+    Return KILLED: with 0, Kubernetes would take a pod that is preempted to have done
+    its work, and nobody would make another.
     """
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     told_to_end.wait()
     for process in filter(is_step, psutil.process_iter()):
         with suppress(psutil.Error):
-            process.send_signal(signal.SIGTERM)  # a server's step goes on
+            process.send_signal(signal.SIGTERM)  # a server's step ignores it
     end_of_servers = time.monotonic() + SERVERS_LIMIT_S
     while steps := list(filter(is_step, psutil.process_iter())):
         if time.monotonic() > end_of_servers and all(map(serves, steps)):
@@ -255,7 +261,9 @@ def wait() -> int:
 
 
 def serves(step: psutil.Process) -> bool:
-    """Return whether the role of a step is a server, or the step has ended."""
+    """Return whether the role of a step is a server. True for a step that has ended:
+    nobody waits for it either.
+    """
     try:
         words = step.cmdline()
     except psutil.Error:
@@ -264,7 +272,7 @@ def serves(step: psutil.Process) -> bool:
         task = msgspec.json.decode(words[words.index(STEP_MODULE) + 1])
         return Role(**task["role"]).serves
     except (ValueError, LookupError, TypeError):
-        return False  # not a step of ours, and so to be waited for
+        return False  # the command is not one of ours; wait for it as for a learner
 
 
 def is_step(process: psutil.Process) -> bool:

@@ -53,7 +53,7 @@ def prepare(
     if not resumed:  # journals left by a start that made no step, perhaps with another batch size
         for file in rundir.rollouts.glob("[0-9]*.journal"):
             file.unlink()
-    spent = _spent(rundir) if resumed else 0.0
+    spent = _spent(rundir) if resumed else 0.0  # before the status is removed
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
         file.unlink(missing_ok=True)
     run = recipe.run.model_copy(update={"resume": "auto"})
@@ -90,10 +90,12 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     learner = Role("learner")
 
     def address(role: Role) -> str:
+        """Return an address on the role's first node, with a port not taken yet."""
         node = placed[role].nodes[0]
         return f"{node.address}:{next(ports[node.name])}"
 
     def meeting(role: Role) -> Meeting:
+        """Return where the processes of a server on several nodes meet."""
         nodes = len(placed[role].nodes)
         port = int(address(role).rpartition(":")[2])
         return Meeting(nodes, port)

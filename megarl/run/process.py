@@ -43,7 +43,7 @@ def die_with_supervisor() -> None:
     """Make a role or rank die with its supervisor or torchrun, even if that is dead
     already. Call it before anything slow.
     """
-    # not for its own children: their parent is this process
+    # removed, because this process's children have another parent
     supervisor = os.environ.pop(SUPERVISOR, None)
     if supervisor is not None:
         die_with_parent()
@@ -62,12 +62,14 @@ def have_streams() -> None:
     """Open /dev/null for a closed stdin, stdout or stderr; otherwise the next opened
     file would get its number.
     """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+    for number, (name, mode) in enumerate(streams):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
+        # Python sets None where a stream was closed at its start
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  (open as long as the process lives)
 
@@ -79,10 +81,11 @@ def outlive_screen() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
-            continue  # it is captured, or goes to /dev/null
+            continue  # a test captures it, or `have_streams` has opened it
         stream.flush()
         buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
-        # write_through (PYTHONUNBUFFERED) would stop at our buffer
+        # write_through (PYTHONUNBUFFERED) would stop at our buffer, which the end of a
+        # line flushes, too.
         line_buffering = stream.line_buffering or stream.write_through
         lasting = io.TextIOWrapper(
             buffer, stream.encoding, "replace", line_buffering=line_buffering
@@ -95,6 +98,7 @@ class _Lasting(io.FileIO):
     """A file descriptor that is redirected to /dev/null once writing to it fails."""
 
     def write(self, data: Buffer, /) -> int:
+        """Write the data; if that fails, discard it and all that follows."""
         try:
             return super().write(data)
         except OSError:
@@ -152,7 +156,7 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
         elsewhere = host_named(file.fileno()) not in ("", socket.gethostname())
         try:
             lock_file(file.fileno())
-            if elsewhere and _beats(path):
+            if elsewhere and _beats(path):  # that node's lock is not seen from here
                 raise BlockingIOError
         except BlockingIOError:
             process = holder(file.fileno())
@@ -179,14 +183,15 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
 
 
 def _beat(path: Path, released: threading.Event) -> None:
+    """Set the file's time every BEAT_S until the lock is released."""
     while not released.wait(BEAT_S):
         with suppress(OSError):
             os.utime(path)
 
 
 def _beats(path: Path) -> bool:
-    """Return whether a process on another node still sets the time of this file. Both
-    nodes' clocks hardly matter.
+    """Return whether a process on another node still sets the time of this file. It
+    looks whether the time changes, so the nodes' clocks may differ by minutes.
     """
     first = path.stat().st_mtime
     if time.time() - first >= LONG_AGO_S:
@@ -213,11 +218,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     end = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
+    candidates = list(range(LOWEST_PORT, end))
+    random.SystemRandom().shuffle(candidates)
     ports: list[int] = []
-    for port in random.SystemRandom().sample(range(LOWEST_PORT, end), end - LOWEST_PORT):
+    for port in candidates:
         if len(ports) == count:
             break
-        with socket.socket() as s, suppress(OSError):
+        with socket.socket() as s, suppress(OSError):  # OSError: somebody listens there
             s.bind((host, port))
             ports.append(port)
     if len(ports) < count:
@@ -244,7 +251,7 @@ class StopRequest:
         self.signal = 0
 
     def heard(self, number: int, _frame: FrameType | None) -> None:
-        """Count a signal: the first, and each Ctrl-C."""
+        """Count a signal: the first, and each Ctrl-C (see the module)."""
         if number == signal.SIGINT or not self.count:
             self.count += 1
             self.signal = self.signal or number

@@ -107,7 +107,7 @@ Reaction = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
 class RoleDeath(NamedTuple):
-    """A role's end. at: in seconds; steps: made by then."""
+    """A role's end. at: in seconds; steps: of the run, made by then."""
 
     at: float
     steps: int
@@ -161,9 +161,10 @@ class RestartPolicy:
         deaths.append(RoleDeath(at, steps))
         self._deaths[role] = deaths
         count = len(deaths)
+        if count == 1:
+            return Restart(role, 0.0)
         if count <= self.most_deaths:
-            delay_s = min(2.0 ** (count - 1), LONGEST_DELAY_S)
-            return Restart(role, 0.0 if count == 1 else delay_s)
+            return Restart(role, min(2.0 ** (count - 1), LONGEST_DELAY_S))
         if node == "silent":
             return self._without_node(role)
         if (steps or guests) and self._drop_if_possible(role):
@@ -173,15 +174,16 @@ class RestartPolicy:
 
     def _message(self, role: Role, steps: int) -> Reaction | None:
         """Decide after an exit with an error message. Return None if a second try is
-        worthwhile.
+        worthwhile: at a role's first message, or if the run has made a step since.
         """
-        has_stepped_since = self._steps_at_message.get(role) != steps
+        is_first_or_after_step = self._steps_at_message.get(role) != steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:
             self._unable.add(role)
-        if not steps and (role.kind != "server" or len(self._unable) == self.servers):
+        all_servers_failed = len(self._unable) == self.servers
+        if not steps and (role.kind != "server" or all_servers_failed):
             return GiveUp(role, f"{role.name} could not start")
-        if has_stepped_since:
+        if is_first_or_after_step:
             return None
         if self._drop_if_possible(role):
             return Drop(role, "could not go on" if steps else "could not start")

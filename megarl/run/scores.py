@@ -83,8 +83,8 @@ def newest_words(count: int) -> str:
 
 
 def signs_beside(steps: Sequence[Row], grad_clip: float) -> str:
-    """Return what these steps show of the states in which runs got worse; a sentence
-    that names none if they show none.
+    """Return a sentence on the signs in these steps of states in which runs got worse,
+    or that they show none.
     """
     signs = list(_signs(steps, grad_clip))
     period = newest_words(len(steps))
@@ -127,6 +127,7 @@ def _mean(steps: Sequence[Row], name: str) -> float:
 
 
 def _finite(steps: Sequence[Row], name: str) -> list[float]:
+    """Return a metric's finite values in these steps."""
     return [row[name] for row in steps if math.isfinite(row.get(name, math.nan))]
 
 
@@ -145,6 +146,7 @@ def _fall_text(evaluations: Sequence[Row], task: str, signs: str) -> str:
 
 
 def _below_text(departure: Departure) -> str:
+    """Return the text of a score below its forecast."""
     return (
         f"{_scored(departure.name)}: the score has fallen to {departure.score:.3f} at step"
         f" {departure.step}, and that before was as low; by the forecast of step"
@@ -154,6 +156,7 @@ def _below_text(departure: Departure) -> str:
 
 
 def _above_text(departure: Departure) -> str:
+    """Return the text of a score above its forecast."""
     return (
         f"{_scored(departure.name)}: the score has risen to {departure.score:.3f} at step"
         f" {departure.step}, and that before was as high; by the forecast of step"
@@ -163,6 +166,7 @@ def _above_text(departure: Departure) -> str:
 
 
 def _scored(name: str) -> str:
+    """Return what a column of pass rates scores: its task, or all that is held out."""
     return name.removeprefix(PASS_RATE).removeprefix("/") or "held out"
 
 
@@ -178,9 +182,7 @@ def overoptimised(evaluation: Row) -> list[str]:
 
 
 def _overoptimised(row: Row, warning: str) -> str:
-    """Return the text of one warning. warning: its column in eval.jsonl, which ends
-    with the task if there are several.
-    """
+    """Return the text of one warning. warning: its column in eval.jsonl."""
     task = warning.removeprefix(OVER)  # "/NAME" if there are several
     drop = row.get(f"trusted_fall{task}", math.nan)
     rise = row.get(f"proxy_rise{task}", math.nan)

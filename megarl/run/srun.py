@@ -30,7 +30,7 @@ import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, writing
-from megarl.run.launcher import RoleCommand, RunningRole, Still
+from megarl.run.launcher import RoleCommand, RunningRole, Stuck
 from megarl.run.nodes import OF_SLURM, Node, gathered
 from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
@@ -197,12 +197,14 @@ class SrunStep:
         self.names = names
         self.pid = process.pid
         self._started = time.monotonic()
-        self._over = self._killed = math.inf
-        self._reports: dict[str, tuple[float, Report]] = {}
+        self._over = math.inf  # when the process was first seen to have ended
+        self._killed = math.inf  # when `kill` was first called
+        self._reports: dict[str, tuple[float, Report]] = {}  # each node's last, and when it came
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
+        """Keep each node's last report, and acknowledge it, until the step ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(msgspec.MsgspecError):  # a site's prologue may print there
@@ -216,10 +218,14 @@ class SrunStep:
         return set(self._reports) >= set(self.names)
 
     def status(self) -> int | None:
-        """Return the status that the nodes report or, if one did not, srun's: 137 for a
-        killed step, but 0 if its node is lost. An srun that was killed, or failed to
-        start the step, may leave the step running. The role counts as running until
-        that step must have ended by itself, so that there are never two.
+        """Return None while the role runs or may run, then its exit status, or minus
+        the signal.
+
+        It is the status that the nodes report or, if one did not, srun's. Of srun, 0 is
+        no success then, but says that the node is lost: UNKNOWN_STATUS. An srun that
+        was killed, or failed to start the step, may leave the step running. The role
+        counts as running until that step must have ended by itself, so that there are
+        never two.
         """
         code = self._process.poll()
         if code is None:
@@ -227,11 +233,14 @@ class SrunStep:
         self._reader.join(1.0)
         self._over = min(self._over, time.monotonic())
         reports = list(self._reports.values())
-        reported = [report.status for _, report in reports if report.status is not None]
-        if MESSAGE_STATUS in reported:
+        statuses = [report.status for _, report in reports if report.status is not None]
+        if MESSAGE_STATUS in statuses:
             return MESSAGE_STATUS  # the others died because this one ended
-        if any(reported) or len(reported) == len(self.names):
-            return next((status for status in reported if status), 0)
+        failures = [status for status in statuses if status]
+        if failures:
+            return failures[0]
+        if len(statuses) == len(self.names):
+            return 0
         last_report = self._over
         if self.answered:
             times = [at for at, report in reports if report.status is None]
@@ -239,11 +248,11 @@ class SrunStep:
         may_go_on = self.may_go_on_after(code) or not self.answered
         if may_go_on and time.monotonic() - last_report < DESERTED_S:
             return None
-        if 128 < code <= 128 + signal.SIGRTMAX:
+        if 128 < code <= 128 + signal.SIGRTMAX:  # a signal, in a shell's form
             return 128 - code
         return code or UNKNOWN_STATUS
 
-    def still(self) -> Still | None:
+    def why_stuck(self) -> Stuck | None:
         """Return "stopped" if a process is stopped anywhere, "unheard" if a node has
         been silent for too long.
         """
@@ -304,9 +313,9 @@ class SrunStep:
 
 
 def gpus_of_a_node() -> list[str]:
-    """Return srun's option for a node's GPUs if the job asked for those of all nodes
-    together (`sbatch --gpus`), since a step would ask for as many by default. Each node
-    is taken to have as many as the first one.
+    """Return srun's option for a node's GPUs if the job asked for a number on all nodes
+    together (`sbatch --gpus`); else none. Without it a step, even on one node, would
+    ask for that same number. Each node is taken to have as many as the first one.
     """
     count = os.environ.get("SLURM_GPUS_ON_NODE")
     if not count:
@@ -320,8 +329,9 @@ def gpus_of_a_node() -> list[str]:
 def command(
     names: Sequence[str], step: str, arguments: Sequence[str], options: Sequence[str] = ()
 ) -> list[str]:
-    """Build the srun command: a task per node, shared with other steps, whatever the
-    batch script says.
+    """Build the srun command: one task on each node, beside those of other steps,
+    whatever the batch script says. step: its name; options: further ones for srun;
+    arguments: of Python.
     """
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
@@ -371,9 +381,9 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def our_job() -> str:
-    """Return our job as squeue names it. One task of an array has the array's own id as
-    SLURM_JOB_ID, with which squeue lists the nodes of all tasks, in lines that are no
-    list of hosts.
+    """Return our job as squeue names it: of an array's task, ARRAY_TASK. One task of an
+    array has the array's own id as SLURM_JOB_ID; by that alone squeue would list the
+    nodes of all tasks.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]

@@ -187,8 +187,8 @@ class LoggedProblem:
     steps_made: int
 
     def is_over(self, state: RunState) -> bool:
-        """Return whether its role has recovered: a step was made since, and a server is
-        clean.
+        """Return whether its role has recovered: a step was made since and, if the role
+        is a server, a later status of the controller says that it is clean.
         """
         if state.steps_made <= self.steps_made:
             return False
@@ -196,11 +196,11 @@ class LoggedProblem:
             return True
         if state.status is None or state.status.time <= self.time:
             return False
-        rank = self.log.stem.rpartition(".")[2]
+        server_id = self.log.stem.rpartition(".")[2]  # NODE.SERVER.log
         return all(
             server.state.startswith("clean")
             for server in state.status.servers
-            if str(server.id) == rank
+            if str(server.id) == server_id
         )
 
 
@@ -222,8 +222,9 @@ class Observer:
         self.state.evaluations = scores(self._eval.new())
 
     def _read_earlier_rows(self) -> None:
+        """Take the rows that metrics.jsonl has so far, and judge the last MEMORY."""
         file = self._rundir.metrics
-        size = file.stat().st_size
+        size = file.stat().st_size  # before reading: what is added meanwhile is read again
         for row in rows_in_order(file):
             self.state.take(row)
         self._metrics.offset = size
@@ -330,7 +331,7 @@ def read(rundir: RunDir) -> RunState:
     observer.look()
     state = observer.state
     events = list(rundir.events())
-    life = [event for event in events if event.session == events[-1].session]
+    life = [event for event in events if event.session == events[-1].session]  # the last one
     state.roles = roles_after(life)
     state.began = life[0].time if life else time.time()
     state.problem = dated_problem(rundir)
@@ -347,8 +348,8 @@ def dated_problem(rundir: RunDir) -> str:
     logs = [(log.stat().st_mtime, log) for log in rundir.logs.glob("*/*.log")]
     for written, log in sorted(logs, reverse=True):
         if time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)) < _time_of(newest):
-            # nor has any other log a newer one: of a run that was started often there
-            # are thousands
+            # This log was last written before the newest problem, and so were all that
+            # follow. A run that was started often has thousands.
             break
         warnings = map(WARNED.fullmatch, last_lines(log, count=1000))
         problems = [" ".join(warning.groups()) for warning in warnings if warning]
@@ -363,6 +364,7 @@ def _is_failure(event: Row) -> bool:
 
 
 def _time_of(problem: str) -> str:
+    """Return the time with which a problem's text begins; empty for an empty text."""
     return problem[:TIME_CHARACTERS]
 
 

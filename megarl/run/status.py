@@ -42,6 +42,7 @@ def main(run: Path) -> int:
 
 
 def _show_summary(rundir: RunDir) -> None:
+    """Print the closing summary. MegarlError if its file was not written by a run."""
     values = read_json(rundir.summary)
     try:
         terminal.console().print(summary.render(values, rundir))
@@ -79,6 +80,7 @@ def health(run: Path) -> int:
     rundir = RunDir.opened(run)
     judged = state.judged(rundir)
     for alarm in judged.health.history:
+        # `until` is the first step that was normal again
         until = "now" if alarm.until is None else f"{alarm.until - 1}"
         terminal.say(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
     grad_clip = load(str(rundir.recipe)).learner.optimizer.grad_clip
@@ -86,7 +88,7 @@ def health(run: Path) -> int:
     for warning in warnings:
         terminal.say(warning.text)
     lasting = [alarm.name for alarm in judged.health.alarms]
-    lasting += dict.fromkeys(warning.name for warning in warnings)
+    lasting += dict.fromkeys(warning.name for warning in warnings)  # each name once
     terminal.say(
         f"{judged.health.step + 1} steps, {len(judged.health.history)} alarms; now:"
         f" {', '.join(lasting) or 'healthy'}"

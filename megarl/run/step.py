@@ -95,12 +95,13 @@ class Orders(threading.Thread):
 
 
 def main(argument: str) -> int:
-    """Run until the role or the supervisor has ended. Return the role's exit status in
-    a shell's form.
+    """Run until the role or the supervisor has ended. Return the role's exit status, of
+    a role that a signal ended 128 plus its number. argument: as `encoded` makes it.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        # ignores Slurm's signals; the role would inherit SIG_IGN
+        # Ignore Slurm's signals, but not by SIG_IGN, which the role would inherit.
         signal.signal(number, lambda *_: None)
+    # a RunDir is encoded as its path
     task = msgspec.json.decode(
         argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path))
     )
@@ -119,7 +120,7 @@ def main(argument: str) -> int:
         if time.monotonic() >= next_report:
             next_report = time.monotonic() + BEAT_S
             orders.unanswered += 1
-            _say(Report(node=node, stopped=process.still() is not None))
+            _say(Report(node=node, stopped=process.why_stuck() is not None))
         time.sleep(TICK_S)
     process.kill()
     process.wait_gone()
@@ -131,6 +132,7 @@ def main(argument: str) -> int:
 
 
 def _say(report: Report) -> None:
+    """Send a report to the supervisor."""
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.base.retention import best_checkpoint
-from megarl.core.base.rundir import Row, RunDir, SupervisorEvent
+from megarl.core.base.rundir import Row, RunDir, SupervisorEvent, complete
 from megarl.core.evaluation.forecast import forecast_text
 from megarl.core.recipe import Recipe
 from megarl.run.health import MEMORY, Health
@@ -85,11 +85,9 @@ def _score_figures(evaluations: list[Row]) -> Row:
 
 
 def _speed_figures(rows: list[Row]) -> Row:
-    """Return speeds, idle shares and the times of publications over `steady` rows. A
-    server's busy share counts by the time of its step; a measured one can be a hair
-    above one.
-    """
+    """Return speeds, idle shares and the times of publications over `steady` rows."""
     seconds = _total(rows, "step_seconds")
+    # the servers' busy share: the mean over steps, weighted by their time
     with_busy = [row for row in rows if _finite([row], "server_busy_share")]
     busy_seconds = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in with_busy)
     busy = _ratio(busy_seconds, _total(with_busy, "step_seconds"))
@@ -98,6 +96,7 @@ def _speed_figures(rows: list[Row]) -> Row:
         "tokens_per_second": _ratio(_total(rows, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(rows))),
         "learner_idle_share": _ratio(_total(rows, "wait_seconds"), seconds),
+        # a measured busy share can be a hair above 1
         "server_idle_share": None if busy is None else max(0.0, 1.0 - busy),
         "publications": len(publishing),
     }
@@ -153,9 +152,9 @@ def _steady(rows: list[Row], events: list[SupervisorEvent]) -> list[Row]:
     times = sorted(_finite(rows, "time"))
     first_times = set()
     for start in starts:
-        index = bisect.bisect(times, start)
-        if index < len(times):
-            first_times.add(times[index])
+        next_row = bisect.bisect(times, start)
+        if next_row < len(times):
+            first_times.add(times[next_row])
     return [row for row in rows if not row.get("replay") and row.get("time") not in first_times]
 
 
@@ -195,6 +194,7 @@ def lines(values: Row) -> Iterable[tuple[str, str]]:
 
 
 def _steps(values: Row) -> str:
+    """Return the steps made, and the hours they took, as text."""
     text = f"{values['steps']} of {values['steps_planned']}"
     hours = values["compute_hours"]
     unit = values["compute_unit"]
@@ -246,6 +246,7 @@ def _step_lines(values: Row) -> Iterable[tuple[str, str]]:
 
 
 def _publication(values: Row) -> str:
+    """Return a publication's mean seconds, as a whole and by parts, as text."""
     texts = []
     for part in PUBLICATION[1:]:
         seconds = show(values[f"{part}_seconds"], ".3f")
@@ -297,11 +298,11 @@ def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
     yield "TensorBoard", f"tensorboard --logdir {quote(str(rundir.tensorboard))}"
     yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
     yield "rollouts", f"megarl rollouts show {run}"
-    newest = max(rundir.checkpoints.glob("step-*"), default=None)
-    if newest is not None:
+    checkpoints = complete(rundir.checkpoints)
+    if checkpoints:
         yield "checkpoints", str(rundir.checkpoints)
         best = best_checkpoint(rundir.checkpoints)
-        if best is not None and best != newest:
+        if best is not None and best != checkpoints[-1]:
             yield "best", f"{best}  ({run}@best names it)"
         yield "export", f"megarl export {run} {quote(str(rundir.path / 'hf'))}"
     yield "continue", _continuing(values, rundir)
@@ -318,6 +319,7 @@ def _continuing(values: Row, rundir: RunDir) -> str:
 
 
 def _finite(rows: Sequence[Row], name: str) -> list[float]:
+    """Return a metric's finite values in these rows."""
     values = [row.get(name) for row in rows]
     return [value for value in values if value is not None and math.isfinite(value)]
 

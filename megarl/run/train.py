@@ -31,7 +31,7 @@ from megarl.core.base.rundir import Endpoints, Row, RunDir, SupervisorEvent, app
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe, differences, load
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, ending_of
-from megarl.run.launcher import Launcher, RunningRole, Still, UnansweredSurveyError, task
+from megarl.run.launcher import Launcher, RunningRole, Stuck, UnansweredSurveyError, task
 from megarl.run.logs import last_problem, log_of, log_sizes
 from megarl.run.nodes import Node
 from megarl.run.placement import Place, described
@@ -109,7 +109,8 @@ def main(
     """
     rundir = RunDir(recipe.run.path)
     fingerprints: Fingerprints = facts["fingerprints"]
-    facts["ports"] = PORTS_A_ROLE * (4 + recipe.resources.servers)
+    controller_and_learner = 2 + 2  # see PORTS_A_ROLE
+    facts["ports"] = PORTS_A_ROLE * (controller_and_learner + recipe.resources.servers)
     with lock(rundir.path, "megarl train", "run.name"):
         try:
             make_checks(facts)
@@ -262,6 +263,7 @@ class Supervisor:
         self._note("stopping", None, signal=self.rundir.stop_signal())
 
     def _start(self, role: Role) -> None:
+        """Start the role, forgetting what is known of its last life."""
         if role.kind == "controller":
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
@@ -302,16 +304,17 @@ class Supervisor:
         failure = "" if role.serves else self.rundir.failure()
         if failure:
             return self._failed(role, failure, at)
-        if self.stopping_since is not None and (role.kind != "learner" or status != 0):
+        if self.stopping_since is not None:
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
-            return self._unsaved(f"{role.name} {ending_of(status)} before it had saved", at)
+            if status != 0:
+                return self._unsaved(f"{role.name} {ending_of(status)} before it had saved", at)
         text = ending_of(status)
-        early = self._unfinished() if role.kind == "learner" and status == 0 else ""
+        early = self._how_early() if role.kind == "learner" and status == 0 else ""
         if early:
             status = EARLY_STATUS
             text = f"left {early}"
-        if status or role.serves:
+        if status or role.serves:  # a server has no good end of its own, not even 0
             self.deaths.append(
                 Death(role, self._nodes(role), time.time(), text, self._problem(role))
             )
@@ -396,25 +399,32 @@ class Supervisor:
         )
 
     def _failed(self, role: Role, reason: str, at: float) -> RunEnd | None:
-        """Handle a failure reported by controller or learner: the run ends once the
-        learner, if alive, has saved and exited.
+        """Handle the end of a role, controller or learner, where one of the two has
+        reported a failure of the run. Return the run's end; None if the learner still
+        lives, which then saves first.
         """
         learner_lives = role.kind == "controller" and Role("learner") in self.running
         if learner_lives and self._tried(self.rundir.stop):
             self.stopping_since = self.stopping_since or at
             return None
+        # A controller that does not run any more was the first to end.
         controller = Role("controller")
-        return RunEnd("failed", reason, role if controller in self.running else controller)
+        culprit = role if controller in self.running else controller
+        return RunEnd("failed", reason, culprit)
 
     def _is_to_stop(self) -> bool:
+        """Return whether this process, or anybody through the run's directory, was
+        asked to stop the run.
+        """
         return self.stop_request.count > 0 or self.rundir.stop_asked()
 
     def _not_worth_it(self) -> str:
+        """Return why going on does not pay by `run.stop_when`; empty if it does."""
         return not_worth_it(self.observer.state.latest_score, self.recipe.run.stop_when)
 
-    def _unfinished(self) -> str:
-        """Return at which step the learner left, if it was not asked to leave and steps
-        remain; else an empty string.
+    def _how_early(self) -> str:
+        """Return after which step the learner left, if it was not asked to leave and
+        steps remain; else an empty string.
         """
         steps = self.observer.state.latest.get("step", -1) + 1
         planned = self.recipe.run.steps
@@ -442,8 +452,9 @@ class Supervisor:
         return None
 
     def _unsaved(self, reason: str, at: float) -> RunEnd | None:
-        """Return the outcome when the final checkpoint is lost; a job that must end
-        soon resumes from the previous one.
+        """Return the run's end when the learner could not save. A job that has to make
+        room counts as stopped, since it resumes from the checkpoint before; else the
+        run has failed. If the learner has reported a failure, see `_failed`.
         """
         learner = Role("learner")
         failure = self.rundir.failure()
@@ -455,13 +466,13 @@ class Supervisor:
 
     def _end_hung(self, at: float) -> None:
         """Kill roles that are stuck; the next tick handles their deaths."""
-        still: dict[Role, Still] = {}
+        stuck: dict[Role, Stuck] = {}
         for role, process in self.running.items():
-            reason = process.still()
+            reason = process.why_stuck()
             if reason is not None:
-                still[role] = reason
+                stuck[role] = reason
         status = self.observer.state.status
-        hung = self.watch.hung(still, status, self.observer.status_age, set(self.running), at)
+        hung = self.watch.hung(stuck, status, self.observer.status_age, set(self.running), at)
         for role, complaint in hung.items():
             self.screen.say(f"{role.name} {complaint}; killing it")
             self._note("hung", role, why=complaint)
@@ -490,6 +501,7 @@ class Supervisor:
         self.launcher.sweep([])
 
     def _nodes(self, role: Role) -> list[str]:
+        """Return the names of the role's nodes."""
         return [node.name for node in self.placed[role].nodes]
 
     def _note(self, event: str, role: Role | None, **details: object) -> None:
@@ -511,7 +523,7 @@ class Supervisor:
         failure is shown once; it is raised only if failures last longer than `limit_s`.
         """
         at = time.monotonic()
-        kind = (work, *arguments[:1])
+        kind = (work, *arguments[:1])  # such as the start of one role, or writes to one file
         try:
             work(*arguments)
         except (MegarlError, OSError) as error:

@@ -357,7 +357,9 @@ def _guest_roles(frame: ViewFrame) -> dict[Role, RoleState]:
 def _cells(
     role: Role, view: RoleState, state: RunState, is_guest: bool, with_nodes: bool
 ) -> list[Text | str]:
-    """Return a role's row of the table."""
+    """Return a role's row of the table. is_guest: a server that has joined. with_nodes:
+    whether the table has a column for nodes.
+    """
     state_text = view.state
     figures = [""] * 4
     if view.state == "running" and role.kind == "server":
@@ -368,8 +370,8 @@ def _cells(
         state_text = "up" if _is_up(role, state.status) else "starting"
     cells: list[Text | str] = [f"{role.name} (joined)" if is_guest else role.name]
     if with_nodes:
-        ends = (*view.nodes[:1], *view.nodes[-1:])
-        cells.append(" … ".join(dict.fromkeys(ends)))
+        first_and_last = (*view.nodes[:1], *view.nodes[-1:])
+        cells.append(" … ".join(dict.fromkeys(first_and_last)))  # one name if they are the same
     state_name = state_text.split("(")[0]  # without the version in "clean(7)"
     cells.append(Text(state_text, style=STYLES.get(state_name, "")))
     cells += figures
@@ -414,7 +416,7 @@ class Screen:
         self.console = console
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._every = JOB_LINE_S if "SLURM_JOB_ID" in os.environ else LINE_S
-        self._last = -self._every
+        self._last = -self._every  # the first frame is due at once
         self._was_stopping = False
         self._warned: set[str] = set()
 
@@ -432,7 +434,9 @@ class Screen:
             self._warn(frame)
 
     def _warn(self, frame: ViewFrame) -> None:
-        """Print the warnings that were not printed before, with other numbers."""
+        """Print the warnings that were not printed before. The number with which one
+        begins may differ.
+        """
         for warning in warnings(frame):
             kind = warning.lstrip("0123456789.%")
             if kind not in self._warned:

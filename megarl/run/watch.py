@@ -14,7 +14,7 @@ it.
 from collections.abc import Mapping
 from typing import Literal
 
-from megarl.run.launcher import Still
+from megarl.run.launcher import Stuck
 from megarl.run.restart import Role
 from megarl.run.state import Status
 
@@ -60,24 +60,26 @@ class Watch:
 
     def hung(
         self,
-        still: Mapping[Role, Still],
+        stuck: Mapping[Role, Stuck],
         status: Status | None,
         status_age: float,
         running: set[Role],
         at: float,
     ) -> dict[Role, str]:
         """Return the roles of `running` to kill at time `at` in seconds, and why.
-        status_age: age of status.json in seconds.
+        stuck: roles that are stuck by their launcher's judgement. status: the
+        controller's, None before its first. status_age: in seconds.
         """
-        complaints: set[tuple[Role, str]] = set(still.items())
+        complaints: set[tuple[Role, str]] = set(stuck.items())
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
         elif status is not None:
             for role in self._look(status, at):
                 came_up = self._presence[role] == "there"
                 complaints.add((role, "lost" if came_up else "starting"))
-        complaints = {c for c in complaints if c[0] in running}
-        self._since = {c: self._since.get(c, at) for c in complaints}
+        complaints = {(role, kind) for role, kind in complaints if role in running}
+        # a complaint not made this time is forgotten
+        self._since = {complaint: self._since.get(complaint, at) for complaint in complaints}
         return {
             role: f"{COMPLAINTS[kind]} for {at - since:.0f} s"
             for (role, kind), since in self._since.items()
@@ -86,21 +88,24 @@ class Watch:
 
     def forget(self, role: Role, at: float) -> None:
         """Forget complaints about a role that is started again."""
-        self._since = {c: since for c, since in self._since.items() if c[0] != role}
+        self._since = {key: since for key, since in self._since.items() if key[0] != role}
         self._started[role] = at
         self._presence.pop(role, None)
 
     def _look(self, status: Status, at: float) -> list[Role]:
-        """Return the servers that are away. A restarted one seems present at first,
-        until the controller notices its death.
+        """Return the servers that are away, and note of each whether it has come up
+        since its start. The controller calls a restarted one clean until it notices the
+        death: only after MISSED_S, or once it was away, does that count as up.
         """
         away = []
         for server in status.servers:
             role = Role("server", server.id)
-            noticed = at - self._started.get(role, at) > MISSED_S
+            death_is_noticed = at - self._started.get(role, at) > MISSED_S
             if server.state.startswith(AWAY):
                 away.append(role)
                 self._presence.setdefault(role, "away")
-            elif role in self._presence or (server.state.startswith("clean") and noticed):
+            elif role in self._presence:
+                self._presence[role] = "there"
+            elif server.state.startswith("clean") and death_is_noticed:
                 self._presence[role] = "there"
         return away

@@ -58,8 +58,10 @@ def _in_fp32(name: str) -> Callable[..., object]:
 
 
 def _is_fp16(value: object) -> TypeGuard[Tensor]:
+    """Return whether an argument is an fp16 tensor."""
     return isinstance(value, Tensor) and value.dtype == torch.float16
 
 
 def _converted(value: object) -> object:
+    """Return an argument in FP32 if it is an fp16 tensor, else as it is."""
     return value.float() if _is_fp16(value) else value

@@ -67,7 +67,7 @@ def run_on_cpu() -> None:
     # Without these two nothing fails: states and seeds are queued for the start of a
     # GPU, never set, and the queue grows.
     torch.cuda._lazy_call = lambda callback, **_: callback()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
+    torch.cuda.manual_seed = _seed
     # For the constructors of all layers; without: "no NVIDIA driver", or TypeError.
     torch.cuda.current_device = lambda: CPU
     # For the pipeline schedules' barriers and the checkpoint writer.
@@ -162,6 +162,7 @@ def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
     def among_several(
         output: torch.Tensor, part: torch.Tensor, *args: object, **kwargs: object
     ) -> object:
+        """Communicate, unless `part` is the whole `output`."""
         is_same_memory = output.data_ptr() == part.data_ptr() and output.numel() == part.numel()
         if is_same_memory and not kwargs.get("async_op"):
             return None
@@ -281,6 +282,7 @@ def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> No
     original = optimizer_class._init_sub_optimizers
 
     def make_parts(self: "HybridDeviceOptimizer") -> None:
+        """Make the optimisers of its parts, but none for whole parameters."""
         for group in self.param_groups:
             if any(isinstance(p, torch.nn.Parameter) for p in group["params"]):
                 return
@@ -292,13 +294,14 @@ def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> No
 def _recomputed_without_transformer_engine(
     checkpoint_class: "type[CheckpointWithoutOutput]",
 ) -> None:
-    """Make megatron's recomputation of a single output (learner.recompute=light) ask
-    for FP8 only where there is Transformer Engine. It takes `fp8=False` for yes.
-    Without: NameError.
+    """Make megatron's recomputation of a single output (learner.recompute=light) do
+    without Transformer Engine, which is not installed. megatron takes its own default,
+    `fp8=False`, for a wish for FP8. Without this change: NameError.
     """
     original = checkpoint_class.__init__
 
     def make(self: "CheckpointWithoutOutput", fp8: object = False) -> None:
+        """Make the checkpoint as megatron does, but without FP8."""
         original(self, fp8)
         self.fp8 = False
 
@@ -378,6 +381,8 @@ class _Overlay:
 
 
 class _Stream:
+    """Stands in for a stream of a GPU: on a CPU there is nothing to wait for."""
+
     def __init__(self, *_: object, **__: object) -> None: ...
     def record_event(self, *_: object) -> "_Stream":
         return self
@@ -387,6 +392,8 @@ class _Stream:
 
 
 class _Generators:
+    """Stands in for the list of GPUs' generators: each is the CPU's."""
+
     def __getitem__(self, _: int) -> torch.Generator:
         return torch.default_generator
 
@@ -408,6 +415,7 @@ def _naming_both_types(name_or_cast: Callable[..., object]) -> Callable[..., obj
     """Return Tensor.type with `_TypeName` as the name that it returns."""
 
     def type_of(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        """Cast the tensor or, without arguments, return the name of its type."""
         if args or kwargs:
             return name_or_cast(self, *args, **kwargs)
         return _TypeName(name_or_cast(self))
@@ -415,15 +423,26 @@ def _naming_both_types(name_or_cast: Callable[..., object]) -> Callable[..., obj
     return type_of
 
 
+def _seed(seed: int) -> None:
+    """Seed the CPU's generator in place of a GPU's."""
+    torch.manual_seed(int(seed))
+
+
 def _not_compiled(
     function: Callable[..., object] | None = None, **_: object
 ) -> Callable[..., object]:
+    """Act as torch.compile, which is called with a function or as `@compile(...)`, and
+    return the function as it is.
+    """
     return _not_compiled if function is None else function
 
 
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a factory of tensors that makes on the CPU what is asked for on a GPU."""
+
     @functools.wraps(factory)
     def make(*args: object, **kwargs: object) -> torch.Tensor:
+        """Make the tensor, with the CPU as the device if that would be a GPU."""
         device = kwargs.get("device")
         if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
             kwargs["device"] = CPU

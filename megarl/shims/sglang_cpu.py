@@ -50,7 +50,7 @@ BLOCK = 256
 
 
 def install() -> None:
-    """Apply 1 and 9 to this process. Idempotent."""
+    """Apply 1 and 9 of the list at the top to this process. Idempotent."""
     if torch.cuda.is_available():
         return
     torch.compile = _not_compiled
@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def patch() -> None:
-    """Apply 2 to 8 to this process."""
+    """Apply 2 to 8 of the list at the top of this file to this process."""
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine
@@ -78,6 +78,7 @@ def patch() -> None:
     module_of = torch.get_device_module
 
     def prepare_then_fork(server_args: object) -> None:
+        """Prepare as SGLang does, but for processes that are forked."""
         prepare(server_args)  # SGLang's last step before the first process; it sets `spawn`
         multiprocessing.set_start_method("fork", force=True)
 
@@ -150,6 +151,7 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
     upper = weights.to(torch.float64).cumsum(dim=-1)
     total = upper[:, -1:]
+    # rounding may give the total itself, which is beyond the last index
     below_total = torch.nextafter(total, torch.zeros_like(total))
     point = torch.minimum(uniform * total, below_total)
     index = torch.searchsorted(upper, point, right=True)
@@ -172,6 +174,7 @@ def _replace_multinomial() -> None:
     def sampled(
         probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
+        """Draw a token [rows] for each row of probabilities [rows, vocabulary]."""
         if sampling_seed is None:
             return sample_rows(probs)
         return theirs(probs, sampling_seed=sampling_seed, positions=positions)
@@ -193,7 +196,10 @@ def _skip_experts_of_other_ranks() -> None:
 
     @wraps(experts)
     def own_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-        """x [tokens, hidden]; chosen experts and their weights [tokens, choices]."""
+        """Compute the chosen experts that this rank has: each choice as a row of its
+        own, of one expert with weight 1. x [tokens, hidden]; topk_output: chosen
+        experts and their weights [tokens, choices].
+        """
         chosen = topk_output.topk_ids
         if layer.moe_ep_size == 1:
             return experts(layer, x, topk_output, config)
@@ -214,11 +220,19 @@ def _skip_experts_of_other_ranks() -> None:
 def _not_compiled(
     function: Callable[..., object] | None = None, **_: object
 ) -> Callable[..., object]:
+    """Act as torch.compile, which is called with a function or as `@compile(...)`, and
+    return the function as it is.
+    """
     return _not_compiled if function is None else function
 
 
 class _StandIn(types.ModuleType):
+    """A module that has every name, each a function that raises when it is called.
+    Names such as `__file__` it lacks, for which Python asks every module.
+    """
+
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        """Return the function of this name. AttributeError for Python's own names."""
         if name.startswith("__"):
             raise AttributeError(name)
 

@@ -42,12 +42,12 @@ def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
     1. slots_of: [requests, ≥ longest].
     """
     ordered, order = lengths.sort(descending=True)
-    starts = []
-    longest = int(ordered[0])
-    for i, n in enumerate(ordered.tolist()):
-        if n < FILL * longest:
+    starts = []  # of the batches after the first, in the order of lengths
+    longest = int(ordered[0])  # of the batch in progress
+    for i, length in enumerate(ordered.tolist()):
+        if length < FILL * longest:
             starts.append(i)
-            longest = n
+            longest = length
     result = []
     for requests in order.tensor_split(starts):
         own_lengths = lengths[requests]

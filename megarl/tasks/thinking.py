@@ -17,13 +17,13 @@ CLOSING = {"```": "```", "~~~": "~~~", "<tool_call>": "</tool_call>"}
 
 @dataclass(frozen=True)
 class MarkedBlock:
-    """A block of a text: text[start:end], with text[inner:inner_end] between its
-    marks.
+    """A block of a text: text[start:end] with its marks, of which
+    text[content_start:content_end] stands between them.
     """
 
     start: int
-    inner: int
-    inner_end: int
+    content_start: int
+    content_end: int
     end: int
 
 
@@ -42,12 +42,12 @@ def blocks(
         # If no closing mark follows an opening one, none follows a later one.
         if kind in unclosed:
             continue
-        inner_end = text.find(closing[kind], position)
-        if inner_end < 0:
+        content_end = text.find(closing[kind], position)
+        if content_end < 0:
             unclosed.add(kind)
             continue
-        end = inner_end + len(closing[kind])
-        yield MarkedBlock(match.start(), position, inner_end, end)
+        end = content_end + len(closing[kind])
+        yield MarkedBlock(match.start(), position, content_end, end)
         position = end
 
 
@@ -61,8 +61,9 @@ def opening_of(end_of_thinking: str) -> str:
 
 
 def is_opened(text: str, end_of_thinking: str, prompt: str = "") -> bool:
-    """Return whether a turn begins with thinking for certain. prompt: the text before
-    it.
+    """Return whether a turn certainly begins with thinking: whether the mark that opens
+    it stands at the turn's beginning or the prompt's end. prompt: the text before the
+    turn.
     """
     opening = opening_of(end_of_thinking)
     if not opening:
@@ -73,8 +74,8 @@ def is_opened(text: str, end_of_thinking: str, prompt: str = "") -> bool:
 def without_thinking(
     text: str, end_of_thinking: str, prompt: str = "", calls: Iterable[tuple[int, int]] = ()
 ) -> tuple[str, str] | None:
-    """Return the thinking at the beginning of a turn, and the rest; None if none ends
-    there.
+    """Return the thinking at the beginning of a turn, and the rest, both without the
+    mark between them; None if no thinking ends there.
 
     prompt: the text before the turn. calls: the places of calls, as (start, end). An
     empty end_of_thinking means: no thinking.
@@ -83,8 +84,10 @@ def without_thinking(
         return None
     mark = text.find(end_of_thinking)
     if mark >= 0 and not is_opened(text, end_of_thinking, prompt):
-        if prompt.rstrip().endswith(end_of_thinking.strip()) or _is_json(text):
+        thinking_is_over = prompt.rstrip().endswith(end_of_thinking.strip())
+        if thinking_is_over or _is_json(text):
             return None
+        # A mark within a call or a block of code ends nothing.
         places = list(calls)
         places += [(block.start, block.end) for block in blocks(text, OPENING, CLOSING)]
         for start, end in sorted(places):

@@ -52,6 +52,8 @@ class Quoting(yaml.SafeDumper):
     """
 
 
+# A text that would be read as a bool or a float is quoted. The last argument: the
+# characters with which such a text begins.
 Quoting.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^[yYnN]$"), list("yYnN"))
 Quoting.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][0-9]+$"), list("0123456789")
@@ -87,7 +89,8 @@ def read_mounts(text: str) -> tuple[Mount, ...]:
     place, or if there is none.
     """
     mounts: list[Mount] = []
-    for part in filter(None, map(str.strip, text.split(","))):
+    parts = [part.strip() for part in text.split(",")]
+    for part in filter(None, parts):
         claim, _, place = part.partition(":")
         if not CLAIM.fullmatch(claim) or not place.startswith("/") or ":" in place:
             form = "CLAIM:/folder, a PersistentVolumeClaim and its place in the pods"
@@ -155,7 +158,9 @@ def manifest(
 
 
 def _account(name: str) -> list[dict[str, Any]]:
-    """Return the first pod's account, which may see pods and run commands in them."""
+    """Return the documents of the first pod's account, which may see pods and run
+    commands in them. name: of the JobSet.
+    """
     core = "v1"
     rbac = "rbac.authorization.k8s.io/v1"
     rules = [
@@ -180,7 +185,9 @@ def _account(name: str) -> list[dict[str, Any]]:
 def _replicated_job(
     job: str, pods: int, settings: PodSettings, command: Sequence[str], nodes: int, name: str
 ) -> dict[str, Any]:
-    """Return one job of the JobSet, whose pods run this command."""
+    """Return one job of the JobSet, whose pods run this command. job: FIRST or OTHERS;
+    pods: of this job; nodes: pods of the whole JobSet; name: the JobSet's.
+    """
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,
@@ -200,7 +207,7 @@ def _replicated_job(
         "completionMode": "Indexed",
         "template": {"spec": pod},
     }
-    if job == FIRST:
+    if job == FIRST:  # its end decides over all pods
         if settings.limit_s is not None:
             batch["activeDeadlineSeconds"] = settings.limit_s
         pod["serviceAccountName"] = name

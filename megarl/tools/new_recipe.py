@@ -71,8 +71,9 @@ TREE_WIDTH = 44
 
 @dataclass(frozen=True)
 class KnownModel:
-    """What a recipe depends on. end_of_thinking: empty if it does not think.
-    interruption: the phrase that interrupts it; empty for the default.
+    """What a recipe depends on of a model. is_chat: whether it has a chat template;
+    end_of_thinking: empty if it does not think; interruption: the phrase that
+    interrupts its thinking, empty for the default.
     """
 
     path: Path
@@ -84,15 +85,13 @@ class KnownModel:
 
 @dataclass(frozen=True)
 class KnownData:
-    """A set of prompts. lengths in tokens: prompts with their template, questions
-    without, expected answers.
-    """
+    """A set of prompts. Lengths are in tokens."""
 
     rows: int
     held_out: int  # of these rows
-    prompts: tuple[int, ...]  # held-out ones of another set, too
-    longest_question: int
-    longest_answer: int
+    prompts: tuple[int, ...]  # lengths with the template; held-out ones of another set, too
+    longest_question: int  # without the template
+    longest_answer: int  # of the expected ones
     grader: str
 
     @property
@@ -134,9 +133,9 @@ class RecipeKey:
 
 
 def new(model: Path, options: NewRecipeOptions, gpus: int | None, path: Path | None) -> int:
-    """Write the recipe to `path`, or print it. gpus: of another machine; None: this
-    one. MegarlError if model or data cannot be read, or the model is too large for the
-    machine.
+    """Write the recipe to `path`, or print it if that is None; return 0. gpus: of
+    another machine; None: this one. MegarlError if model or data cannot be read, or the
+    model is too large for the machine.
     """
     if path is not None:
         _check_path(path)
@@ -159,6 +158,7 @@ def new(model: Path, options: NewRecipeOptions, gpus: int | None, path: Path | N
 
 
 def _check_path(path: Path) -> None:
+    """Raise MegarlError if the recipe cannot be written there."""
     if path.exists():
         raise MegarlError(f"--out: {path} exists already; remove it or give another name")
     if not path.parent.is_dir():
@@ -171,14 +171,14 @@ def entries_of(
     """Yield the keys of the recipe. MegarlError if the model is too large for the
     machine.
     """
-    yield from _of_task(model, data, options)
-    yield from _of_lengths(model, data, machine)
-    yield from _of_machine(model, data, machine)
+    yield from _task_keys(model, data, options)
+    yield from _length_keys(model, data, machine)
+    yield from _machine_keys(model, data, machine)
 
 
 def known_model(path: Path, tokenizer: Tokenizer) -> KnownModel:
-    """Return what is to be known of a model; of one without weights, by its config.json
-    alone.
+    """Return what a recipe depends on of the model in a directory, which need not have
+    weights.
     """
     has_weights = any(path.glob("*.safetensors*"))
     count = parameters(path) if has_weights else architecture.read(str(path)).parameters
@@ -188,9 +188,9 @@ def known_model(path: Path, tokenizer: Tokenizer) -> KnownModel:
 
 
 def _end_of_thinking(template: str, tokenizer: Tokenizer) -> str:
-    """Return what ends the thinking: by the chat template, or without one by the
-    vocabulary. A model may have the token and not think: the template of such a model
-    does not mention it.
+    """Return what ends the thinking: by the chat template, or without one ("") by the
+    vocabulary; "" if the model does not think. If it has the token and does not think,
+    its template does not mention the token.
     """
     if template:
         return next((end for mark, end in MARKS.items() if mark in template), "")
@@ -199,7 +199,9 @@ def _end_of_thinking(template: str, tokenizer: Tokenizer) -> str:
 
 
 def _interruption(end: str, tokenizer: Tokenizer) -> str:
-    """Return the phrase that interrupts the thinking; empty for the default."""
+    """Return the phrase that interrupts the thinking; empty for the default. It is the
+    bare end of thinking if the tokenizer cannot write the default phrase.
+    """
     if end in INTERRUPTIONS:
         return INTERRUPTIONS[end]
     try:
@@ -213,9 +215,13 @@ def this_machine() -> Machine:
     """Return what this machine has."""
     import psutil
 
-    cores = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory().total
-    return Machine(cores, len(devices.gpus()), devices.memory(), memory, devices.bf16_on_cpu())
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        gpus=len(devices.gpus()),
+        gpu_bytes=devices.memory(),
+        memory=psutil.virtual_memory().total,
+        bf16=devices.bf16_on_cpu(),
+    )
 
 
 def another_machine(gpus: int) -> Machine:
@@ -248,17 +254,19 @@ def known_data(model: KnownModel, tokenizer: Tokenizer, options: NewRecipeOption
 def _encoded(
     source: str, options: NewRecipeOptions, render: Render, tokenizer: Tokenizer
 ) -> list[EncodedRow]:
-    """Read a set as a run of the recipe will, which refuses faults in rows that the
-    user can correct.
+    """Read a set as a run of the recipe will. Like that, it refuses faults in rows of
+    the user's own, which can be corrected; those of published sets are left out.
     """
     read = reader(options.mapping, options.columns)
-    surveyed = survey_of(source, read, refuse=FAULTS if read is read_own else frozenset())
+    refused = FAULTS if read is read_own else frozenset()
+    surveyed = survey_of(source, read, refuse=refused)
     return list(rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS))
 
 
 def _held_out(options: NewRecipeOptions, rows: int) -> int:
-    """Return how many of the rows are to be held out: none if another set is.
-    MegarlError if too few are left, or none is held out.
+    """Return how many of the rows are to be held out: the number that the user gave,
+    none for another set, else a fifth, at most MOST_HELD_OUT. MegarlError if too few
+    are left, or none is held out.
     """
     if rows < 2 and not options.heldout:
         raise MegarlError(
@@ -266,7 +274,7 @@ def _held_out(options: NewRecipeOptions, rows: int) -> int:
         )
     if not options.heldout:
         return max(1, min(MOST_HELD_OUT, rows // 5))
-    if not re.fullmatch(r"[-+]?[0-9]+", options.heldout):
+    if not re.fullmatch(r"[-+]?[0-9]+", options.heldout):  # another set
         return 0
     count = int(options.heldout)
     if not 1 <= count < rows:
@@ -278,7 +286,9 @@ def _held_out(options: NewRecipeOptions, rows: int) -> int:
 
 
 def grader_for(kinds: Counter[str]) -> str:
-    """Choose a grader by the kind that most answers have."""
+    """Choose a grader by the kind that most answers have. kinds: as `kind_of_answer`
+    names them, with their numbers.
+    """
     kind = kinds.most_common(1)[0][0]
     if kind == "unit tests":
         return "code"
@@ -297,7 +307,9 @@ def _name(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", chosen).strip("-") or "task"
 
 
-def _of_task(model: KnownModel, data: KnownData, options: NewRecipeOptions) -> Iterator[RecipeKey]:
+def _task_keys(
+    model: KnownModel, data: KnownData, options: NewRecipeOptions
+) -> Iterator[RecipeKey]:
     """Yield the run's name, the model, and its task: prompts, grader and template."""
     task = f"data.tasks.{_name(options.data)}"
     yield RecipeKey("run.name", f"{model.path.resolve().name}-{_name(options.data)}")
@@ -320,14 +332,15 @@ def _of_task(model: KnownModel, data: KnownData, options: NewRecipeOptions) -> I
         yield RecipeKey(f"{task}.system", options.system)
 
 
-def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
+def _length_keys(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
     """Yield limits of prompts and completions. What a model writes is not known before
-    it writes: the answer's limit is that of the longest question, or four times the
-    longest expected answer. MegarlError if all prompts are longer than their limit.
+    it writes, so the answer's limit is a guess: four times the longest expected answer,
+    or the longest question's length if that is more. MegarlError if all prompts are
+    longer than their limit.
     """
     most_tokens = 2048 if machine.gpus else 512
     longest = max(data.prompts)
-    limit = min(most_tokens, _rounded(longest, 8))
+    limit = min(most_tokens, _rounded_up(longest, 8))
     left_out = sum(length > limit for length in data.prompts)
     if left_out == len(data.prompts):
         raise MegarlError(
@@ -338,13 +351,13 @@ def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
     if left_out:
         reason += f"; {left_out:,} are left out"
     yield RecipeKey("length.prompt_tokens", limit, reason)
-    yield from _of_thinking(model, machine)
-    answer = _rounded(max(4 * data.longest_answer, data.longest_question), 16)
+    yield from _thinking_keys(model, machine)
+    answer = _rounded_up(max(4 * data.longest_answer, data.longest_question), 16)
     answer_limit = min(most_tokens, max(16, answer))
     yield RecipeKey("length.answer_tokens", answer_limit, "raise it if many answers are truncated")
 
 
-def _of_thinking(model: KnownModel, machine: Machine) -> Iterator[RecipeKey]:
+def _thinking_keys(model: KnownModel, machine: Machine) -> Iterator[RecipeKey]:
     """Yield how the thinking ends, and its limit."""
     if not model.end_of_thinking:
         reason = "the chat template knows none" if model.is_chat else "a base model"
@@ -361,30 +374,31 @@ def _of_thinking(model: KnownModel, machine: Machine) -> Iterator[RecipeKey]:
     yield RecipeKey("length.thinking_tokens", limits, "raise it where memory and time allow")
 
 
-def _rounded(length: int, step: int) -> int:
+def _rounded_up(length: int, step: int) -> int:
     """Round a length up to a multiple of `step`."""
     return -(-length // step) * step
 
 
-def _of_machine(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
+def _machine_keys(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
     """Yield what the machine decides, and the learning rate for the model's size."""
     if not machine.gpus:
-        yield from _on_cpu(model, data, machine)
+        yield from _cpu_keys(model, data, machine)
     elif machine.gpus == 1:
-        yield from _on_one_gpu(model, data, machine)
+        yield from _one_gpu_keys(model, data, machine)
     else:
-        yield from _on_gpus(model, data, machine)
+        yield from _gpu_keys(model, machine)
     for most_parameters, rate, reason in RATES:
         if model.parameters <= most_parameters:
             yield RecipeKey("learner.optimizer.lr", rate, reason)
             break
 
 
-def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield one server and one learner that share the cores. Sizes are those of a run
-    of a 135M model on two cores, which made a step of 96 rollouts in ten seconds.
+def _cpu_keys(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
+    """Yield the keys of a server and a learner that share the cores. Sizes are those of
+    a run of a 135M model on two cores, which made a step of 96 rollouts in ten seconds.
+    MegarlError if the memory does not hold the model's state.
     """
-    needed = (STATE_BYTES + 4) * model.parameters
+    needed = (STATE_BYTES + 4) * model.parameters  # 4: the server's weights
     if needed > machine.memory:
         raise MegarlError(
             f"--model: {model.path}: the state of learner and server alone takes"
@@ -399,14 +413,15 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     elif machine.bf16:
         reason = "small enough; the two sides then agree to 1e-5"
     prompts = min(12, data.trained)
-    steps = min(100, max(20, -(-data.trained // prompts)))
+    steps_of_an_epoch = -(-data.trained // prompts)
+    steps = min(100, max(20, steps_of_an_epoch))
     yield RecipeKey("model.dtype", dtype, reason)
     threads = max(min(2, machine.cores), machine.cores // 2)
     yield RecipeKey(
         "resources.threads", threads, f"for each of server and learner, of {machine.cores} cores"
     )
     yield RecipeKey("run.steps", steps, "at least 20, at most 100; else one pass over the prompts")
-    yield from _batch(prompts, 8, 2)
+    yield from _batch_keys(prompts, generations=8, k=2)
     yield RecipeKey("learner.optimizer.warmup_steps", 3)
     yield RecipeKey(
         "learner.optimizer.schedule", "linear", "falls to 0 at the last step; ScaleRL's is constant"
@@ -415,11 +430,13 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     yield RecipeKey("serving.kv_tokens", 65_536, "what fits is not known on a CPU")
     yield RecipeKey("serving.max_running_requests", prompts * 8)
     yield RecipeKey("weights.bucket_mb", 64)
-    yield from _scored(every=max(5, steps // 4), prompts=MOST_HELD_OUT, samples=2)
+    yield from _evaluation_keys(every=max(5, steps // 4), prompts=MOST_HELD_OUT, samples=2)
 
 
-def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield server and learner on one GPU, with the sizes of scalerl-1gpu."""
+def _one_gpu_keys(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
+    """Yield the keys of a server and a learner that share a GPU, with the sizes of
+    scalerl-1gpu. MegarlError if the GPU does not hold the learner's state.
+    """
     _check_state(model, machine, 1)
     prompts = min(16, data.trained)
     yield RecipeKey("resources.colocate", True, "server and learner share the GPU")
@@ -427,24 +444,27 @@ def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
     yield RecipeKey("weights.bucket_mb", 128)
     yield RecipeKey("serving.memory_fraction", 0.25)
     yield RecipeKey("serving.max_running_requests", 64)
-    steps = min(400, max(40, -(-data.trained // prompts)))
+    steps_of_an_epoch = -(-data.trained // prompts)
+    steps = min(400, max(40, steps_of_an_epoch))
     yield RecipeKey("run.steps", steps, "about one pass over the prompts")
-    yield from _batch(prompts, 8, 8)
+    yield from _batch_keys(prompts, generations=8, k=8)
     yield RecipeKey("learner.optimizer.warmup_steps", 20)
     yield RecipeKey("learner.microbatch_tokens", 8192)
-    yield from _scored(every=50, prompts=200, samples=4)
+    yield from _evaluation_keys(every=50, prompts=200, samples=4)
 
 
-def _on_gpus(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
-    """Yield a quarter of the GPUs for the learner, and as many servers as the others
-    allow.
+def _gpu_keys(model: KnownModel, machine: Machine) -> Iterator[RecipeKey]:
+    """Yield the keys of a learner on about a quarter of the GPUs, and of as many
+    servers as the others allow. MegarlError if the GPUs hold no learner, or no server
+    beside it.
     """
     parallel = next((size for size in (1, 2, 4, 8) if _fits(model, machine, size)), 8)
     _check_state(model, machine, parallel)
-    quarter = 1 << int(math.log2(max(1, machine.gpus // 4)))
+    quarter = 1 << int(math.log2(max(1, machine.gpus // 4)))  # as a power of 2
     ranks = max(parallel, min(MOST_RANKS, quarter))
     sizes = (1, 2, 4, 8, 16)
     weights = 2 * model.parameters
+    # Half of a server's memory at most has weights, the rest keys and values.
     server_gpus = next(size for size in sizes if weights / size < machine.gpu_bytes / 2)
     servers = (machine.gpus - ranks) // server_gpus
     if servers < 1:
@@ -459,10 +479,11 @@ def _on_gpus(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[R
     yield RecipeKey("resources.server_tensor_parallel", server_gpus)
     yield RecipeKey("run.steps", 400)
     # A prompt may be drawn again: a small set is no reason for another batch.
-    yield from _batch(48, 16, 8)
+    yield from _batch_keys(48, generations=16, k=8)
 
 
 def _fits(model: KnownModel, machine: Machine, parallel: int) -> bool:
+    """Return whether the learner's state fits, divided over so many GPUs."""
     return STATE_BYTES * model.parameters / parallel <= GPU_SHARE * machine.gpu_bytes
 
 
@@ -477,7 +498,8 @@ def _check_state(model: KnownModel, machine: Machine, parallel: int) -> None:
         )
 
 
-def _batch(prompts: int, generations: int, k: int) -> Iterator[RecipeKey]:
+def _batch_keys(prompts: int, generations: int, k: int) -> Iterator[RecipeKey]:
+    """Yield the size of a batch, and the most steps that a token may lag behind."""
     yield RecipeKey(
         "batch.prompts", prompts, f"x {generations} = {prompts * generations} rollouts a step"
     )
@@ -485,7 +507,8 @@ def _batch(prompts: int, generations: int, k: int) -> Iterator[RecipeKey]:
     yield RecipeKey("pipeline.k", k, "most steps by which a trained token may be old")
 
 
-def _scored(every: int, prompts: int, samples: int) -> Iterator[RecipeKey]:
+def _evaluation_keys(every: int, prompts: int, samples: int) -> Iterator[RecipeKey]:
+    """Yield the size of evaluations, and how often they and checkpoints are made."""
     yield RecipeKey("evaluation.every", every)
     yield RecipeKey("evaluation.prompts", prompts)
     yield RecipeKey("evaluation.samples", samples)
@@ -505,7 +528,7 @@ def tree_of(entries: Sequence[RecipeKey]) -> dict[str, Any]:
 
 
 def _text(model: KnownModel, options: NewRecipeOptions, entries: Sequence[RecipeKey]) -> str:
-    """Return the text of the recipe file."""
+    """Return the text of the recipe file, with each reason beside its key."""
     reasons = {entry.key: entry.reason for entry in entries}
     lines = [
         f"# {model.path.resolve().name} on {options.data}, written by `megarl recipes new`.",
@@ -519,14 +542,17 @@ def _text(model: KnownModel, options: NewRecipeOptions, entries: Sequence[Recipe
 def _lines(
     key: str, value: Any, dotted: str, reasons: Mapping[str, str], indent: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of one key, with its reason as a comment."""
+    """Yield the lines of one key, with its reason as a comment, and of all keys below
+    it. dotted: its full name; reasons: by full names.
+    """
+    # A mapping that `reasons` has is the value of one key, such as `columns`.
     if isinstance(value, dict) and dotted not in reasons:
         yield f"{indent}{key}:"
         for below, inner in value.items():
             yield from _lines(below, inner, f"{dotted}.{below}", reasons, f"{indent}  ")
         return
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-    plain = text.removesuffix("...\n").rstrip()
+    plain = text.removesuffix("...\n").rstrip()  # YAML's end mark after a plain value
     line = f"{indent}{key}: {plain}"
     reason = reasons.get(dotted, "")
     yield f"{line:<{TREE_WIDTH}}  # {reason}" if reason else line

@@ -85,16 +85,17 @@ def main(recipe: Recipe) -> int:
         os.environ |= devices.kernel_caches() | devices.temporary_folder()
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
-    leader = os.environ.get("RANK", "0") == "0"
-    with lock(unfinished, "megarl sft", "model.path") if leader else nullcontext():
-        if leader:
+    is_leader = os.environ.get("RANK", "0") == "0"
+    with lock(unfinished, "megarl sft", "model.path") if is_leader else nullcontext():
+        if is_leader:
             write_atomically(settings_file, json.dumps(settings, indent=1).encode())
         return run(recipe, unfinished)
 
 
 def bind_symbols_when_used() -> None:
-    """Start this process again without LD_BIND_NOW, as a learner is started: the loader
-    has read it already, and Transformer Engine could not be imported.
+    """Start this process again without LD_BIND_NOW, if that is set, as a learner is
+    started. With it Transformer Engine could not be imported, and the loader has read
+    it already.
     """
     if os.environ.pop("LD_BIND_NOW", ""):
         os.execv(sys.executable, [sys.executable, "-m", "megarl", *sys.argv[1:]])
@@ -132,7 +133,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     source = batches(traces, sft.batch_tokens, recipe.run.seed)
     with stop_requests() as stop_request:
         signal = train(trainer, source, checkpoints, recipe, stop_request)
-        if not signal:
+        if not signal:  # it has come to its end
             trainer.policy.gather_weights()
             hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.model.path))
             if dist.get_rank() == 0:
@@ -142,8 +143,8 @@ def run(recipe: Recipe, unfinished: Path) -> int:
 
 
 def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
-    """Raise MegarlError if a warm start that goes on at `step` was begun with other
-    traces. Else note what these are.
+    """Raise MegarlError if a warm start that goes on at `step` (0: a new one) was begun
+    with other traces. Else write their digest, to compare with at the next start.
     """
     file = unfinished / TRACES
     digest = digest_of(part.tobytes() for trace in traces for part in (trace.tokens, trace.learnt))
@@ -172,7 +173,7 @@ def train(
     with _progress() as progress:
         say = progress.console.print
         task = progress.add_task("sft", total=steps, completed=first_step, latest="")
-        for batch in islice(source, first_step, steps):
+        for batch in islice(source, first_step, steps):  # passes over batches already trained
             start = time.monotonic()
             losses.append(trainer.train_step(batch).get("loss", float("nan")))
             speed = sum(map(len, batch)) / (time.monotonic() - start)
@@ -180,7 +181,7 @@ def train(
             progress.update(task, advance=1, latest=latest)
             _refuse_skipped(trainer, steps)
             checkpoints.poll()
-            signal = max(gathered(stop_request.signal))
+            signal = max(gathered(stop_request.signal))  # of all ranks, so that all stop
             if trainer.step < steps:
                 is_regular = trainer.step % recipe.checkpoint.every == 0
                 if signal or is_regular or checkpoints.failures:
@@ -220,7 +221,9 @@ def _progress() -> Progress:
 
 
 def _refuse_skipped(trainer: Trainer, steps: int) -> None:
-    """Raise MegarlError if too many steps in a row were skipped."""
+    """Raise MegarlError if too many steps in a row were skipped. steps: of the whole
+    warm start.
+    """
     if trainer.skipped_in_row >= MOST_SKIPPED:
         first = trainer.step - MOST_SKIPPED + 1
         raise MegarlError(

@@ -155,8 +155,8 @@ def _check_kubernetes(job: JobOptions) -> None:
 
 
 def submit(command: Sequence[str], file: Path) -> int:
-    """Hand the file to a command such as `sbatch`. MegarlError if that is not there,
-    does not answer, or refuses it.
+    """Hand the file to a command such as `sbatch`, print its answer and return 0.
+    MegarlError if that is not there, does not answer, or refuses it.
     """
     program = command[0]
     try:
@@ -175,8 +175,8 @@ def submit(command: Sequence[str], file: Path) -> int:
 
 
 def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
-    """Return the recipe as written if it fits (with --gpu, its memory too), else, with
-    --gpu, the best plan, or MegarlError.
+    """Return the recipe as written if it fits these nodes, with --gpu their memory,
+    too; else, with --gpu, the best plan that fits. MegarlError if nothing fits.
     """
     per_node = job.gpus_per_node
     if not per_node:
@@ -184,9 +184,21 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
             recipe, (), ("nodes without GPUs: the placement is found when the job starts",)
         )
     gpus = tuple(map(str, range(per_node)))
-    nodes = [Node(f"node {i + 1}", f"{i}", "", "", gpus, 0, 0, ()) for i in range(job.nodes)]
+    nodes = []
+    for i in range(job.nodes):  # for a placement only names and GPUs matter
+        node = Node(
+            name=f"node {i + 1}",
+            host=f"{i}",
+            address="",
+            interface="",
+            gpus=gpus,
+            cores=0,
+            memory=0,
+            ports=(),
+        )
+        nodes.append(node)
     layout: ChosenLayout | None = None
-    misfit = ""
+    misfit = ""  # why there is no layout as written
     try:
         layout = ChosenLayout(recipe, (), _placement(recipe, nodes))
     except MegarlError as error:
@@ -201,8 +213,8 @@ def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
 
 
 def _placement(recipe: Recipe, nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Return lines on where roles are, and on idle GPUs. MegarlError if they do not
-    fit.
+    """Return lines on where roles are, and on idle GPUs. MegarlError if the roles do
+    not fit the nodes.
     """
     lines = described(place(recipe, nodes), nodes)
     idle = sum(len(node.gpus) for node in nodes) - needed(recipe)
@@ -221,8 +233,9 @@ def _choose_with_memory(
     layout: ChosenLayout | None,
     misfit: str,
 ) -> ChosenLayout:
-    """Return the layout as written if its memory suffices, too, else the best plan.
-    misfit: why there is no layout as written.
+    """Return the layout as written if its memory suffices, too, else the best plan that
+    fits the nodes. layout: as written, None if it does not fit; misfit: why not.
+    MegarlError if nothing fits, or the kind of GPU cannot run the recipe.
     """
     gpus = job.nodes * job.gpus_per_node
     problem = command.problem(recipe, gpus, job.gpu, job.model_config, command.work(recipe))
@@ -233,7 +246,7 @@ def _choose_with_memory(
         if isinstance(written, Plan):
             figures = (*layout.figures, *_figures(written, job.price))
             return ChosenLayout(recipe, (), figures, written)
-        misfit = written
+        misfit = written  # the reason, instead of a plan
     for plan in search(problem).plans:
         try:
             placed = place(plan.recipe, nodes)
@@ -267,9 +280,9 @@ def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
 
 
 def script(chosen: ChosenLayout, job: JobOptions) -> str:
-    """Return the batch script."""
+    """Return the text of the batch script."""
     recipe = chosen.recipe
-    settings = {
+    settings = {  # of sbatch: "" for an option without a value, None for none
         "job-name": recipe.run.name,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
@@ -302,7 +315,7 @@ def script(chosen: ChosenLayout, job: JobOptions) -> str:
     megarl = Path(sys.executable).with_name("megarl")
     lines.append(f"export MEGARL={shlex.quote(str(megarl))}")
     lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(str(LIBRARY))}"]
-    command = shlex.join(train(name, OF_SLURM, chosen, job))
+    command = shlex.join(train_words(name, OF_SLURM, chosen, job))
     lines.append(f'until_done "$MEGARL" {command}')
     return "\n".join(["#!/usr/bin/env bash", *lines, ""])
 
@@ -314,20 +327,20 @@ def written_by(job: JobOptions) -> str:
 
 
 def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
-    """Return the manifest. A recipe that is a file keeps its path, which is one in the
-    pods.
+    """Return the manifest. A recipe that is a file keeps the path that the user gave,
+    under which the pods must see it.
     """
     roles = roles_of_a_node(chosen.recipe, job)
     settings = jobset.PodSettings(
         image=job.image,
         gpus=job.gpus_per_node,
         mounts=jobset.read_mounts(job.mounts),
-        cores=1 + roles * chosen.recipe.resources.threads,
+        cores=1 + roles * chosen.recipe.resources.threads,  # one for itself
         memory_gib=MEMORY_GIB + math.ceil(roles * memory_of_a_role(chosen.plan)),
         limit_s=None if job.time is None else seconds_of(job.time),
     )
     name = jobset.object_name(chosen.recipe.run.name)
-    command = ["megarl", *train(job.recipe, jobset.INTERFACE, chosen, job)]
+    command = ["megarl", *train_words(job.recipe, jobset.INTERFACE, chosen, job)]
     comments = (written_by(job), *chosen.figures)
     return jobset.manifest(name, job.nodes, settings, command, comments)
 
@@ -342,7 +355,9 @@ def roles_of_a_node(recipe: Recipe, job: JobOptions) -> int:
 
 
 def memory_of_a_role(plan: Plan | None) -> float:
-    """Return the GiB of host memory that a rank of the learner or of a server takes."""
+    """Return the GiB of host memory that a rank of the learner or of a server takes:
+    the plan's larger figure, MEMORY_GIB without a plan.
+    """
     if plan is None:
         return MEMORY_GIB
     return max(plan.learner.host, plan.server.host) / (1 << 30)
@@ -360,10 +375,10 @@ def seconds_of(time: str) -> int:
     if match is None:
         raise MegarlError(f"--time: {time!r} is not a time limit; give {FORMS}")
     parts = [int(part) for part in match["clock"].split(":")]
-    if match["days"] is not None:
+    if match["days"] is not None:  # the clock begins with hours
         parts[0] += 24 * int(match["days"])
         parts = [*parts, 0, 0][:3]
-    elif len(parts) < 3:
+    elif len(parts) < 3:  # it begins with minutes
         parts = [0, *parts, 0][:3]
     hours, minutes, seconds = parts
     total = 3600 * hours + 60 * minutes + seconds
@@ -372,9 +387,9 @@ def seconds_of(time: str) -> int:
     return total
 
 
-def train(recipe: str, interface: str, chosen: ChosenLayout, job: JobOptions) -> list[str]:
-    """Return the words of `megarl train`. interface: the network, where the recipe
-    names none.
+def train_words(recipe: str, interface: str, chosen: ChosenLayout, job: JobOptions) -> list[str]:
+    """Return the words of the command after `megarl`. recipe: its name or path;
+    interface: the network to use if the recipe names none.
     """
     words = ["train", recipe, "run.resume=auto"]
     if not chosen.recipe.run.interface:

@@ -93,6 +93,7 @@ def groups_in_loss(groups: Sequence[Group], settings: BatchSection) -> list[Grou
     """
 
     def is_in_loss(group: Group) -> bool:
+        """Return whether the group has something to train."""
         if group.void:
             return False
         if settings.zero_variance != "keep" and not group.has_variance:
@@ -111,8 +112,8 @@ def token_weights(
     trained_tokens[g][j]: |y| of rollout j of group g; longest: the longest possible
     |y|. The loss is the mean over prompts of the mean over the group's tokens (prompt),
     over rollouts of the mean over tokens (sample), over all tokens (token), or over
-    rollouts of the sum over tokens / longest (constant), without rollouts and groups
-    that have no trained token.
+    rollouts of the sum over tokens / longest (constant). Rollouts and groups without a
+    trained token count in none of these means.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
     prompts = sum(bool(group.any()) for group in counts)
@@ -152,6 +153,7 @@ def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 
 
 def _sequences_of(group: Group, rollout: Rollout, weight: float) -> list[TrainSequence]:
+    """Return a rollout's paths that have a trained token. weight: as in `_sequence`."""
     paths = paths_of(rollout.segments, rollout.paths, group.prompt.tokens)
     return [
         _sequence(group, rollout, path, experts, weight)
@@ -273,9 +275,10 @@ def _reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         for name, score in rollout.rewards.items():
             scores.setdefault(name, []).append(score)
-        turns = rollout.credits
-        if -1 not in turns:  # turns have credit of their own
-            credits.append(turns[min(turns)])  # the first turn's: the sum of all later rewards
+        by_turn = rollout.credits
+        if -1 not in by_turn:  # -1 stands for the whole rollout: its turns have no credit
+            first_turn = min(by_turn)  # its credit is the sum of all later rewards
+            credits.append(by_turn[first_turn])
     statistics = {f"reward/{name}": _mean(values) for name, values in scores.items()}
     if credits:
         statistics["reward/turns"] = _mean(credits)
@@ -283,6 +286,9 @@ def _reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _teacher_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of log mu - log pi_teacher over trained tokens; nothing without a
+    teacher.
+    """
     differences = []
     for rollout in rollouts:
         if rollout.teacher_logprobs is not None:
@@ -298,6 +304,7 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
     tokens if each has its own advantage. `advantage_fit` is NaN if advantages or
     rewards do not vary, and left out if advantages do not come only from rewards.
     """
+    # reversed: of a rollout's several paths the first one stays
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
     counted = []
     for sequence in sequences:
@@ -330,6 +337,9 @@ def _fit(rollouts: Sequence[TrainSequence]) -> float:
 
 
 def _less_group_mean(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return the values [n] less the mean of their group. group: index of each one's
+    group, [n].
+    """
     means = np.bincount(group, values) / np.bincount(group)
     return values - means[group]
 
@@ -342,4 +352,5 @@ def _advantages(sequence: TrainSequence) -> np.ndarray:
 
 
 def _mean(values: np.ndarray | Sequence[float]) -> float:
+    """Return the mean; NaN of nothing."""
     return float(np.mean(values)) if len(values) else float("nan")

@@ -33,14 +33,17 @@ class Cost:
     window: int = 0
 
     def of(self, tokens: int) -> float:
-        """Return the cost of a sequence of so many tokens."""
+        """Return the cost of a sequence of so many tokens. A token attends to those
+        before it, so a sequence has half as many pairs as the square of its length; in
+        a window, less those that are farther apart.
+        """
         if self.window:
-            local = tokens**2 - max(tokens - self.window, 0) ** 2
+            local_square = tokens**2 - max(tokens - self.window, 0) ** 2
         else:
             full_chunks, remainder = divmod(tokens, self.chunk)
-            local = full_chunks * self.chunk**2 + remainder**2
-        pairs = self.pair * tokens**2 + self.local_pair * local
-        return self.token * tokens + pairs / 2
+            local_square = full_chunks * self.chunk**2 + remainder**2
+        of_squares = self.pair * tokens**2 + self.local_pair * local_square
+        return self.token * tokens + of_squares / 2
 
     def attention(self, tokens: int) -> float:
         """Return the part that is not linear in tokens."""
@@ -88,10 +91,10 @@ def pack(
     one_size: bool = False,
 ) -> Packed:
     """Pack sequences into micro-batches of at most `max_tokens` tokens, the same number
-    for every rank. A longer sequence gets its own. Micro-batches, fewer than
-    `data_parallel`, are empty only if sequences run out. one_size: all are padded to
-    the fullest, because pipeline stages exchange tensors of one size; so a longer
-    sequence makes room in all of them.
+    for every rank. A longer sequence gets its own. If sequences run out, fewer than
+    `data_parallel` micro-batches are empty. one_size: all are padded to the fullest,
+    because pipeline stages exchange tensors of one size; so a longer sequence makes
+    room in all of them.
     """
     if one_size:
         max_tokens = max(max_tokens, max(lengths, default=0))
@@ -153,6 +156,7 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
             fullest = max(fullest, sum(lengths[i] for i in members))
 
     def load(members: list[int]) -> float:
+        """Return the cost of a micro-batch, with its padding to the fullest."""
         if one_size:
             attention = sum(cost.attention(lengths[i]) for i in members)
             return cost.token * fullest + attention
@@ -168,7 +172,7 @@ def _by_tokens(
     None if one does not fit.
     """
     contents: list[list[int]] = [[] for _ in range(bins)]
-    loads = [(0, b) for b in range(bins)]
+    loads = [(0, b) for b in range(bins)]  # a heap of tokens and bins
     for i in order:
         tokens, b = loads[0]
         tokens += lengths[i]
@@ -219,4 +223,5 @@ def _deal(microbatches: list[list[int]], costs: Sequence[float], data_parallel: 
 
 
 def _ceiling(n: int, divisor: int) -> int:
+    """Return n / divisor, rounded up."""
     return -(-n // divisor)

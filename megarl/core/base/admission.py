@@ -156,6 +156,7 @@ class Admission:
         self.forgotten += first
 
     def _index(self, ticket: int) -> int:
+        """Return a ticket's place in the queue. ValueError if it is not there."""
         index = bisect_left(self.queue, ticket)
         if index == len(self.queue) or self.queue[index] != ticket:
             raise ValueError(

@@ -176,6 +176,7 @@ def names(config: JsonObject) -> list[str]:
 
 
 def _text(value: object) -> str:
+    """Return a value as config.json has it, for a message; at most its beginning."""
     text = "null" if value is None else repr(value)
     if len(text) < 60:
         return text

@@ -265,7 +265,7 @@ class Agents(Protocol):
     def work(self, task: str) -> bool:
         """Return whether an agent does the rollouts of this task."""
 
-    async def session(
+    async def run_session(
         self,
         prompt: Prompt,
         order: tuple[int, int, int],

@@ -46,6 +46,7 @@ def description_files(hf_dir: Path) -> list[Path]:
 
 
 def _leads_out(path: Path) -> bool:
+    """Return whether this is a link to something outside of its folder."""
     return not path.resolve().is_relative_to(path.parent.resolve())
 
 

@@ -114,6 +114,7 @@ def _attention(model: Architecture) -> Shapes:
 
 
 def _projections(model: Architecture) -> Shapes:
+    """Return the shapes of a layer's projections to q, k and v."""
     query = 2 * model.query if model.gated_attention else model.query
     widths = {"q": query, "k": model.key, "v": model.value}
     shapes: Shapes = {}
@@ -194,7 +195,9 @@ def _feed_forward(model: Architecture, with_experts: bool) -> Shapes:
 def _gated_mlp(
     start: str, inner: int, hidden: int, names: tuple[str, str, str] = PROJECTIONS
 ) -> Shapes:
-    """Return the shapes of gate, up and down, which have these names."""
+    """Return the shapes of an MLP's gate, up and down, which have these names. start:
+    how its tensors' names begin.
+    """
     gate, up, down = names
     return {
         f"{start}{gate}.weight": (inner, hidden),
@@ -217,6 +220,7 @@ def _minimax_experts(model: Architecture) -> Shapes:
 
 
 def _separate_experts(model: Architecture, start: str) -> Shapes:
+    """Return the shapes of a layer's experts, each an MLP with tensors of its own."""
     shapes: Shapes = {}
     for expert in range(model.experts):
         shapes |= _gated_mlp(f"{start}experts.{expert}.", model.expert_feed_forward, model.hidden)
@@ -224,6 +228,9 @@ def _separate_experts(model: Architecture, start: str) -> Shapes:
 
 
 def _llama4_stacks(model: Architecture, start: str) -> Shapes:
+    """Return the shapes of a layer's experts as stacks, transposed: [experts, input,
+    output].
+    """
     experts = model.experts
     hidden = model.hidden
     inner = model.expert_feed_forward
@@ -269,7 +276,7 @@ def with_experts_apart(
     for start, name in _divisible_stacks(model):
         stack = tensors.get(name)
         is_down = name.endswith("down_proj")
-        rows, columns = (hidden, inner) if is_down else (2 * inner, hidden)
+        rows, columns = (hidden, inner) if is_down else (2 * inner, hidden)  # of one expert
         if stack is None or stack.shape != (model.experts, rows, columns):
             continue
         del divided[name]

@@ -59,8 +59,7 @@ class ControllerLink:
         frames = to_frames(request)
         name = type(request).__name__
         limit = time.monotonic() + self.limit_s
-        # here too: the loop below may never run if the controller always answers at
-        # once
+        # Not only while waiting: the controller may always answer at once.
         self._check_interrupted()
         self._socket.send_multipart(frames)
         sent = time.monotonic()
@@ -99,15 +98,18 @@ class ControllerLink:
         self._socket.close()
 
     def _check_interrupted(self) -> None:
+        """Raise Interrupted if there is a reason to give up waiting."""
         reason = self.interrupted()
         if reason:
             raise Interrupted(reason)
 
     def _reconnect(self) -> None:
+        """Replace the socket: one that has asked cannot ask again before its answer."""
         self._socket.close()
         self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket:
+        """Make a socket that is connected to the controller, and encrypted."""
         socket = self._context.socket(zmq.REQ)
         socket.linger = 0  # closing does not wait for a controller that is gone
         socket.maxmsgsize = LARGEST_REPLY

@@ -87,4 +87,5 @@ def unknown_holder(path: Path) -> str:
 
 
 def _text(descriptor: int) -> str:
+    """Return what is written in a lock file."""
     return os.pread(descriptor, LONGEST_NAME, 0).decode(errors="replace")

@@ -83,7 +83,7 @@ def open_model(hf_dir: Path) -> ModelDirectory:
     """
     model = architecture.in_directory(hf_dir)
     _check_model_type(hf_dir, model)
-    description_files(hf_dir)
+    description_files(hf_dir)  # raises for a link that leads out
     stored = tensors_in_files(hf_dir)
     problem = misfit(model, stored)
     if problem:
@@ -163,11 +163,15 @@ def few(problems: Sequence[str], separator: str = "; ") -> str:
 
 
 def _ignored_names(model: Architecture, names: Iterable[str]) -> set[str]:
+    """Return the names of tensors that do no harm where the model has none: rotary
+    frequencies, and a head that is tied to the embedding.
+    """
     endings = (FREQUENCIES, HEAD) if model.tied else (FREQUENCIES,)
     return {name for name in names if name.endswith(endings)}
 
 
 def _other_names(missing: Sequence[str], foreign: Sequence[str]) -> str:
+    """Return which names of tensors do not fit, and what to do if a prefix is why."""
     parts = []
     for fault, names in (("missing", missing), ("not of this model", foreign)):
         if names:
@@ -178,7 +182,7 @@ def _other_names(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 def _renaming(missing: Sequence[str], foreign: Sequence[str]) -> str:
     """Return the advice to remove what precedes all names, such as torch.compile's
-    `_orig_mod.`.
+    `_orig_mod.`; empty if nothing does. Both lists are sorted.
     """
     if not missing or not foreign:
         return ""

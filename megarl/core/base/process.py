@@ -137,11 +137,13 @@ LONGEST_MESSAGE = 1 << 16
 
 
 class _Printable(logging.Formatter):
-    """Messages quote what agents print, what graders say of answers, and errors, which
-    may be as long as what they read.
+    """Formats messages so that a terminal can show them, and no longer than
+    LONGEST_MESSAGE. They quote what agents print, what graders say of answers, and
+    errors, which may be as long as what they read.
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the message, without its middle if it is too long."""
         text = super().format(record)
         if len(text) > LONGEST_MESSAGE:
             half = LONGEST_MESSAGE // 2

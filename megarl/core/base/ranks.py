@@ -92,7 +92,7 @@ def bind_all() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # "=": exactly this name, not every name that begins with it
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
-    # hidden behind a function of its name
+    # by its name: torch.distributed.rendezvous itself is a function
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     for module in (rendezvous, static_tcp_rendezvous):
         vars(module)["TCPStore"] = bound_store

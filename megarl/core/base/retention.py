@@ -128,6 +128,9 @@ def unit_of(milestone: str) -> str:
 
 
 def _reaches(step: int, milestone: Milestone, compute_by_step: Mapping[int, Compute]) -> bool:
+    """Return whether a checkpoint of this step is at or after a milestone; False for
+    one in compute if the step's compute is unknown, or counted in another unit.
+    """
     if isinstance(milestone, int):
         return step >= milestone
     compute = compute_by_step.get(step)

@@ -309,9 +309,9 @@ SEARCHED_BYTES = 1 << 16
 
 
 def _mend(file: BinaryIO, path: Path) -> None:
-    """Make the file end with a whole line: add the end that only a row's line lacks,
-    else remove what a crash left of it. A crash in here leaves the file as it was or
-    mended.
+    """Make the file end with a whole line. A last line without an end gets one if it is
+    a whole row; else it is removed, as a crash cut it off. A crash in here leaves the
+    file as it was or mended.
     """
     size = file.seek(0, os.SEEK_END)
     start = _after_last_line_end(file, size)
@@ -347,7 +347,7 @@ def _after_last_line_end(file: BinaryIO, size: int) -> int:
 
 
 def line_of(row: Row) -> bytes:
-    """Return the row's line, as in `append_jsonl`."""
+    """Return the row as a line of JSON, with null for a non-finite number."""
     finite = dict(row)
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -405,6 +405,8 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 
 class _Stepped(msgspec.Struct):
+    """A row's step, the only part of it that is decoded."""
+
     step: Annotated[int, msgspec.Meta(ge=0, lt=LARGEST)]
 
 
@@ -483,6 +485,7 @@ def scores(rows: Iterable[Row]) -> dict[int, Row]:
 
 
 def _has_forecast(score: Row) -> bool:
+    """Return whether a score has a whole forecast."""
     return all(name in score for name in FORECAST) and score["predicted_hours"] > 0
 
 
@@ -500,6 +503,7 @@ def by_step(rows: Iterable[Row]) -> dict[int, Row]:
 
 
 def _has_step(row: Row) -> bool:
+    """Return whether a row has a valid step; True is no number."""
     step = row.get("step")
     return type(step) is int and step >= 0
 

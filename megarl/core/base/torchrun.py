@@ -20,7 +20,8 @@ import psutil
 
 from megarl.core.base.process import ENDING, NODE_RANK, SUPERVISOR, ignore_late_signals, importing
 
-OURS = "SIGQUIT"
+TORCHRUNS_OWN = "SIGQUIT"
+"""The one signal that torchrun may handle: at those that it does, it ends the ranks."""
 
 
 def run(arguments: list[str]) -> int:
@@ -38,6 +39,7 @@ def run(arguments: list[str]) -> int:
     close = SubprocessContext._close
 
     def kill(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """Kill the ranks, in place of the signal that torchrun asks for."""
         close(self, signal.SIGKILL, timeout)
 
     # By default, torchrun would send SIGTERM, and SIGKILL 30 s later.
@@ -48,9 +50,9 @@ def run(arguments: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
     try:
-        main([f"--signals-to-handle={OURS}", *arguments])
+        main([f"--signals-to-handle={TORCHRUNS_OWN}", *arguments])
     except ChildFailedError as error:
-        status = error.get_first_failure()[1].exitcode
+        status = error.get_first_failure()[1].exitcode  # of a killed rank minus the signal
         return status if status > 0 else 128 - status
     finally:
         ignore_late_signals()
@@ -58,6 +60,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _pass_on(number: int, _frame: object) -> None:
+    """Send a signal to the ranks: a handler."""
     for rank in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(number)

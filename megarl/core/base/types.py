@@ -83,6 +83,7 @@ class Prompt(Record, frozen=True):
 
 
 def _cut(answer: str) -> str:
+    """Return an answer, at most SHOWN_ANSWER characters of it."""
     excess = len(answer) - SHOWN_ANSWER
     if excess <= 0:
         return answer
@@ -357,12 +358,14 @@ _ARRAY_CODES = {dtype: code for code, dtype in _ARRAY_DTYPES.items()}
 
 
 def _concatenated(parts: list[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """Return the parts end to end, as this type; without any part an empty array."""
     if not parts:
         return np.zeros(0, dtype)
     return np.concatenate(parts).astype(dtype, copy=False)
 
 
 def _enc_hook(value: object) -> msgspec.msgpack.Ext:
+    """Encode an array, for msgspec: its type as the code of an extension, its bytes."""
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).tobytes()
         return msgspec.msgpack.Ext(_ARRAY_CODES[value.dtype], data)
@@ -370,12 +373,14 @@ def _enc_hook(value: object) -> msgspec.msgpack.Ext:
 
 
 def _ext_hook(code: int, data: memoryview) -> np.ndarray:
+    """Decode what `_enc_hook` has encoded: the array of an extension's bytes."""
     if code not in _ARRAY_DTYPES:
         raise msgspec.ValidationError(f"unknown extension code {code}")
     return np.frombuffer(bytes(data), dtype=_ARRAY_DTYPES[code])
 
 
 def _dec_hook(kind: type, value: object) -> np.ndarray:
+    """Return a field's decoded value if it is an array where one belongs."""
     if kind is np.ndarray and isinstance(value, np.ndarray):
         return value
     raise msgspec.ValidationError(f"expected an array, got {type(value).__name__}")

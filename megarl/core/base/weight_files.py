@@ -72,7 +72,7 @@ def _files_of_server(hf_dir: Path, files: Sequence[Path]) -> Sequence[Path]:
     if (hf_dir / INDEX).is_file():
         return [file for file in files if file.parent == hf_dir]
     all_files = _safetensors(hf_dir)
-    if all_files == [hf_dir / CONSOLIDATED, hf_dir / SINGLE]:
+    if all_files == [hf_dir / CONSOLIDATED, hf_dir / SINGLE]:  # it passes over the former
         return files
     return all_files
 
@@ -106,6 +106,7 @@ def counted(count: int) -> str:
 
 
 def _safetensors(hf_dir: Path) -> list[Path]:
+    """Return the directory's *.safetensors, sorted, without hidden ones."""
     files = sorted(hf_dir.glob("*.safetensors"))
     return [file for file in files if file.is_file() and not file.name.startswith(".")]
 

@@ -207,7 +207,8 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """
     parts = [b""]
     async for piece in pieces:
-        has_end = _END in piece or (piece.startswith(b"\n") and parts[-1].endswith(b"\n"))
+        ends_across_pieces = piece.startswith(b"\n") and parts[-1].endswith(b"\n")
+        has_end = _END in piece or ends_across_pieces
         parts.append(piece)
         # A long event, of the chosen experts, comes in many pieces: join them once.
         if not has_end:
@@ -561,7 +562,9 @@ class ServerClient:
         version: str | None = None,
     ) -> str:
         """Call a step of staging and return the reply of the server's ranks, in JSON.
-        task: the name of the step in errors.
+        It goes through SGLang's call for weights: `step` is in the place of the load
+        format, the arguments in that of a name (staging.py). task: the name of the step
+        in errors. once: as in ServerQuestion. version: the new label of tokens, if any.
         """
         body = {
             "names": [msgspec.json.encode(arguments).decode()],
@@ -629,7 +632,9 @@ class ServerClient:
         once: bool = False,
     ) -> Any:
         """Return the reply's JSON, None if it has none. Without a body this is a GET.
-        key: default the admin key.
+        step: its name in errors. limit_s: None for that of calls whose duration does
+        not depend on the model. key: None for the admin key. once: as in
+        ServerQuestion. RelayLost, ServerSaid or MegarlError if it fails.
         """
         if limit_s is None:
             limit_s = min(self._timeout_s, CONTROL_LIMIT_S)
@@ -684,7 +689,9 @@ class ServerClient:
                         pass_on(msgspec.json.decode(line, type=RelayedAnswer))
 
     def _connections(self) -> aiohttp.ClientSession:
-        # It belongs to the running event loop, so it is made at the first request.
+        """Return the session, made at the first request after the start or `close`: it
+        belongs to the event loop that then runs.
+        """
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=relay.KEEP_ALIVE_S, socket_factory=_socket
@@ -723,8 +730,8 @@ def _generation(request: _TokenRequest, meta: _Meta, finish: _Finish) -> Generat
 
 
 def _reason_of_loss(error: Exception) -> str:
-    """Return what happened to a request. JSON has no NaN: SGLang writes null in its
-    place.
+    """Return what happened to a request whose reply broke off, or cannot be decoded. A
+    null among log-probs was a NaN, which JSON does not have.
     """
     text = str(error)
     is_invalid = isinstance(error, msgspec.ValidationError)

@@ -73,6 +73,7 @@ class Fan[T]:
                 self._tasks.create_task(self._call(i, call))
 
     async def _call(self, i: int, call: Call[T]) -> None:
+        """Make the call to server i, and keep its result or error."""
         client = self._clients[i].asking(partial(self._ask, i))
         try:
             self.results[i] = await call(client)
@@ -110,7 +111,7 @@ class Fan[T]:
         """
         if len(self._clients) <= DIRECT:
             return [[i] for i in ids]
-        single: list[list[int]] = []
+        single: list[list[int]] = []  # joined servers, and those whose relay was lost
         groups: dict[int, list[int]] = {}
         for i in ids:
             number = i // RELAYED
@@ -133,6 +134,7 @@ class Fan[T]:
         call = RelayedCall(question.path, question.body.decode(), urls, question.limit_s)
 
         def pass_on(relayed: RelayedAnswer) -> None:
+            """Complete the answers of the servers that gave this one."""
             for position in relayed.positions:
                 answer = answers[ids[position]]
                 if not answer.done():
@@ -200,7 +202,10 @@ class Fleet:
         self._thread.join(CLOSE_LIMIT_S)
 
     def _run(self) -> None:
+        """Run the event loop until `close`: the body of the thread."""
+
         async def until_closed() -> None:
+            """Wait for `close`, then drop all connections."""
             await self._closing.wait()
             for server in self.servers.values():
                 await server.close()

@@ -47,14 +47,19 @@ def in_a_row(servers: int) -> int:
     """Return how many calls are made one after the other to reach `servers` servers:
     the caller's, and a relay's.
     """
-    return servers if servers <= DIRECT else -(-servers // RELAYED) + RELAYED
+    if servers <= DIRECT:
+        return servers
+    relays = -(-servers // RELAYED)  # rounded up
+    return relays + RELAYED
 
 
 def sending_copies(copies: int, stages: int, links: int) -> int:
-    """Return how many copies of the learner send at once, each some layers of every
-    stage. links: a server's GPUs.
+    """Return how many data-parallel copies of the learner send at once, each some
+    layers of every pipeline stage. Each copy's stage has a process group, so that a
+    server joins copies x stages of them. links: a server's GPUs.
     """
-    return max(1, min(copies, min(links, MOST_PROCESS_GROUPS) // stages))
+    most_groups = min(links, MOST_PROCESS_GROUPS)
+    return max(1, min(copies, most_groups // stages))
 
 
 def listed(servers: Collection[int]) -> str:
@@ -161,7 +166,7 @@ class Membership:
                     f"server {server} holds version {member.version}: {version} would be a step"
                     " back"
                 )
-            if member.state != "publishing":
+            if member.state != "publishing":  # else it still serves what it kept
                 member.keeps = None
                 if self._staged and member.state == "clean":
                     member.keeps = member.version
@@ -217,12 +222,13 @@ class Membership:
     # Servers that the run did not start.
 
     def join(self, url: str, life: str, previous_id: int, tensor_parallel: int, at: float) -> int:
-        """Note, at time `at` in seconds, a server's sign of life and return its id: the
-        one it had before (`previous_id`) if free. A new life at a known address is that
-        server, restarted. ValueError if the address belongs to one of the run's own
-        servers, or to one that is still leaving.
+        """Note, at time `at` in seconds, a server's sign of life and return its id. A
+        known address has its id, and a new life there is that server, restarted. A new
+        address gets the id that the server had before (`previous_id`), if that is free.
+        ValueError if the address belongs to one of the run's own servers, or to one
+        that is still leaving.
         """
-        # This avoids a search of all servers for each sign of life.
+        # By the id first: a search of all servers for each sign of life would be slow.
         member = self.members.get(previous_id)
         if member is None or member.address.url != url:
             member = next((m for m in self.members.values() if m.address.url == url), None)
@@ -334,6 +340,7 @@ class Membership:
         others = bool(self.clean())
 
         def wants(member: Member) -> bool:
+            """Return whether the learner should publish to this server."""
             if member.pinned:
                 return False
             if member.state == "unknown":
@@ -341,6 +348,7 @@ class Membership:
                 return not (others and has_failed)
             if member.state == "clean":
                 return member.version < version or member.incarnation != incarnation
+            # It is not publishing now, so such a publication has broken off.
             return member.state == "publishing"
 
         return tuple(member.address for member in self.members.values() if wants(member))

@@ -87,6 +87,9 @@ type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]
 by its id.
 """
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
+"""Starts an exporter at these endpoints, which calls the function for what to export,
+and returns a function that stops it.
+"""
 
 
 def _open_journal(rundir: RunDir, recipe: Recipe) -> Journal:
@@ -97,7 +100,7 @@ def _open_journal(rundir: RunDir, recipe: Recipe) -> Journal:
         recipe.pipeline.max_lag,
         recipe.pipeline.phase_steps,
     )
-    clock.start(rundir.rollouts / "lock")
+    clock.start(rundir.rollouts / "lock")  # written as the journal was opened
     journal.append(session_of(rundir))
     return journal
 
@@ -105,8 +108,7 @@ def _open_journal(rundir: RunDir, recipe: Recipe) -> Journal:
 class Controller:
     """The controller's parts, connected in the running event loop. questions: the
     questions of each evaluation. forecast: predicts the rest of the run from its
-    scores. watch: compares the reward with a trusted grader. serve_metrics: starts an
-    exporter of the status and returns a function that stops it.
+    scores. watch: compares the reward with a trusted grader.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class Controller:
         return 1 if self.failure else 0
 
     def _handle_signals(self) -> None:
+        """Have signals that ask to end stop the run, except SIGHUP under `nohup`."""
         loop = asyncio.get_running_loop()
         for number in ENDING:
             ignored_by_nohup = (
@@ -251,14 +254,16 @@ class Controller:
         urls = self._note_results(result)
         if urls:
             self._note_version(result, urls)
-        unreached = self._unreached(result)
-        answering = await asyncio.gather(*map(self.servers.answers, unreached))
-        for reason in compress(unreached.values(), answering):
+        reasons = self._reasons_to_fail(result)
+        answering = await asyncio.gather(*map(self.servers.answers, reasons))
+        for reason in compress(reasons.values(), answering):
             self._fail(reason)
         self._on_change()
 
     def _note_results(self, result: Published) -> list[str]:
-        """Return the URLs of the servers that have the version now."""
+        """Note each server's result; return the URLs of those that have the version
+        now.
+        """
         urls = []
         for server in result.results:
             has_version = self.servers.membership.published(
@@ -296,9 +301,10 @@ class Controller:
         self.parity.published(result.version)
         self.evaluate_if_due(result.version)
 
-    def _unreached(self, result: Published) -> dict[int, str]:
-        """Return the reasons to fail the run, by server, which hold if that server
-        answers. A server that has joined is dismissed instead.
+    def _reasons_to_fail(self, result: Published) -> dict[int, str]:
+        """Return, for each server that publication has failed on too often while no
+        other has the weights, the reason to fail the run. It holds only if that server
+        answers. Servers that have joined are dismissed instead.
         """
         membership = self.servers.membership
         reasons: dict[int, str] = {}
@@ -442,15 +448,17 @@ class Controller:
             await asyncio.to_thread(spans.flush)
 
     def _count_joined_devices(self) -> None:
-        """Count the GPUs, or on CPUs the machines, of the servers that have joined."""
+        """Note how many of the servers that have joined add devices to the run's. On
+        CPUs those on the controller's own machine do not: all its cores are counted
+        already.
+        """
         own_machine = urlsplit(self._address).hostname
-        devices = 0
+        with_devices = 0
         for member in self.servers.membership.joined_servers().values():
             machine = urlsplit(member.address.url).hostname
-            # All cores of the controller's own machine are counted already.
             if self.compute.unit == "gpu" or machine != own_machine:
-                devices += 1
-        self.compute.join(devices)
+                with_devices += 1
+        self.compute.join(with_devices)
 
     def _check_servers_limit(self) -> None:
         """Fail the run if no server has been healthy for too long."""
@@ -481,9 +489,9 @@ class Controller:
             self._status_is_written = False
 
     async def _drop_old(self) -> None:
-        """Regularly delete journal data that none of the newest checkpoints needs for
-        replay, if the recipe says so. Those kept as milestones are to be looked at:
-        nothing restarts from them.
+        """Regularly delete journal data that none of the `checkpoint.keep` newest
+        checkpoints needs for replay, if the recipe says so. Older ones, kept as
+        milestones, do not count: nothing restarts from them.
         """
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
@@ -506,8 +514,8 @@ class Controller:
         self._stop(reason)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Ask the run to stop, unless it is ending. Slurm may signal all processes of a
-        job, the supervisor last.
+        """Have the whole run stop, unless it is ending. The controller asks for that
+        itself, as Slurm may signal all processes of a job, and the supervisor last.
         """
         if not self.stop_reason:
             self.rundir.stop(number)

@@ -110,10 +110,11 @@ class Link:
         """
         refused_before = self._refused
         while self._events.poll(0):
+            # the event's number and a value, as zmq_socket_monitor(3) describes them
             event, _ = struct.unpack("=hi", self._events.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._refused += 1
-            else:
+            else:  # a handshake has succeeded
                 self._refused -= 1
         # Only at each doubling, so that the log does not fill.
         if self._refused.bit_length() > refused_before.bit_length():
@@ -229,6 +230,7 @@ class Conversation:
                 raise ConversationOver
 
     async def _note(self, request: Published | Scored | Stopped) -> None:
+        """Pass a result on; a goodbye has none."""
         if isinstance(request, Published):
             await self._answers.published(request)
         if isinstance(request, Scored):
@@ -249,7 +251,9 @@ class Conversation:
                 await asyncio.wait_for(self.changed.wait(), timeout)
 
     async def _decide(self, waiting: _WaitingNext) -> None:
-        """Answer this `Next`, unless the answer is to wait and its time is not up."""
+        """Answer this `Next`, unless the answer is to wait and its time is not up.
+        Raise ConversationOver once the run has failed.
+        """
         self._answers.evaluate_if_due(waiting.request.version)
         decision = self._answers.decide(waiting.request)
         if isinstance(decision, Wait) and time.monotonic() < waiting.until:

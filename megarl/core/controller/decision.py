@@ -59,6 +59,7 @@ class ControllerView:
         that comes first.
         """
         phase_start = step - step % self.phase_steps
+        # after `step` itself, even if that is not trained any more
         end_of_run = max(self.final_step, step + 1)
         return min(phase_start + self.phase_steps, end_of_run)
 
@@ -67,7 +68,9 @@ Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(request: Next, view: ControllerView) -> Decision:
-    """Return what the learner does next. The order of the lines is the law above."""
+    """Return what the learner does next. The order of the lines is that of the table at
+    the top of this file.
+    """
     step = request.step
     members = view.membership
     if view.failure:
@@ -156,6 +159,7 @@ def _impossible(request: Next, view: ControllerView) -> str:
 
 
 def _servers(members: Membership) -> str:
+    """Return the servers' states as text: `servers 0-2 clean(7), server 3 lost`."""
     states: dict[str, list[int]] = {}
     for server in members.members:
         states.setdefault(members.describe(server), []).append(server)

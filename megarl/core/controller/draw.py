@@ -103,8 +103,8 @@ class PromptOrder:
         self._start_epoch(0, self._pool())
 
     def resume(self, last: Draw | Admitted, pass_rates: Mapping[str, float], drawn: int) -> None:
-        """Continue after `last`, the last of `drawn` draws. If its prompt is no longer
-        in the data, its epoch starts over.
+        """Continue after `last`, the last of `drawn` draws. pass_rates: the latest of
+        each prompt. If the last prompt is no longer in the data, its epoch starts over.
         """
         for prompt_id, pass_rate in pass_rates.items():
             self.observe(prompt_id, pass_rate)
@@ -160,6 +160,9 @@ class PromptOrder:
         self._remaining = iter(order)
 
     def _hash(self, purpose: object, prompt_id: str) -> bytes:
+        """Return a prompt's key in a pseudo-random order. purpose: the epoch, or a
+        word; each has an order of its own.
+        """
         text = f"{self._seed}/{purpose}/{prompt_id}"
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 

@@ -226,6 +226,7 @@ class Evaluations:
     def _write_results(
         self, version: int, outcomes: Mapping[str, Sequence[Outcome]], folder: Path
     ) -> None:
+        """Write each suite's result.json, in the format of `megarl eval`."""
         for suite in self._questions:
             model = f"{self._rundir.path}@{version}"
             settings = settings_of(self._recipe, suite.rows)
@@ -241,6 +242,7 @@ class Evaluations:
             return
         results = self._rundir.evaluations.glob("step-*/*/result.json")
         folders = {result.parent.parent for result in results}
+        # folders of evaluations have names like those of checkpoints
         evaluations = sorted(path for path in folders if CHECKPOINT.fullmatch(path.name))
         for folder in evaluations[:-keep]:
             for answers in folder.glob("*/answers.jsonl"):
@@ -313,8 +315,8 @@ def row(
     for name in suites:
         for metric, value in summarise(outcomes[name]).items():
             columns[f"{metric}/{name}"] = value
+    sampled_suites = recipe.evaluation.sampled
     for name in recipe.evaluation.suites:
-        columns[f"samples/{name}"] = 1  # of multiple choice
-    for name, suite in recipe.evaluation.sampled.items():
-        columns[f"samples/{name}"] = suite.samples
+        is_sampled = name in sampled_suites  # the others are multiple choice
+        columns[f"samples/{name}"] = sampled_suites[name].samples if is_sampled else 1
     return columns

@@ -254,7 +254,7 @@ class ComputeClock:
         assert state.session is not None
         self._state = state
         self.unit = state.session.compute_unit
-        # The state counts these hours only when the next record is written.
+        # Up to now: by itself the state has the hours up to its last record.
         self._started = _DeviceHours(state.compute_hours(clock.read()), state.session.devices)
         self._joined = _DeviceHours(state.joined_hours)
         self._evaluation = _DeviceHours(state.evaluation_hours)
@@ -281,7 +281,9 @@ class ComputeClock:
 
     def hold(self, servers: int) -> None:
         """Note how many servers are held for evaluations from now on."""
-        self._evaluation.change(min(servers * self._server_devices, self.devices))
+        held_devices = servers * self._server_devices
+        # on CPUs the servers may have more threads than there are cores
+        self._evaluation.change(min(held_devices, self.devices))
 
     def spent(self) -> Spent:
         """Return the hours so far. A life of the supervisor is starting up until its

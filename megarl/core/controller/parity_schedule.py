@@ -153,6 +153,7 @@ class Parity:
             task.add_done_callback(self._scoring.discard)
 
     async def _score_again(self, candidate: Candidate) -> None:
+        """Have the server that sampled the rollout score it, with the same weights."""
         assert candidate.server is not None
         candidate.sampling_scores = await self._prefill(
             candidate, candidate.server, candidate.version, "sampled"
@@ -166,6 +167,7 @@ class Parity:
         due_now = [candidate for candidate in self._waiting if candidate.step <= version]
         self._waiting = [candidate for candidate in self._waiting if candidate.step > version]
         if due_now:
+            # the newest, if those of several batches are due
             serving = self._serve(version, due_now[-PARITY_ROLLOUTS:])
             self._serving = asyncio.create_task(serving, name=f"parity {version}")
             self._version = version
@@ -180,6 +182,7 @@ class Parity:
         limit_s = self._recipe.weights.timeout_s
 
         async def serve(candidate: Candidate) -> None:
+            """Have the candidate scored by its own server, or else by any other."""
             candidate.scorer = servers[candidate.ticket % len(servers)]
             if candidate.server in servers:
                 candidate.scorer = candidate.server
@@ -293,6 +296,7 @@ class Parity:
             task.cancel()
 
     def _drop_comparison(self) -> None:
+        """Stop the servers' part of the present comparison, if there is one."""
         if self._serving is not None:
             self._serving.cancel()
             self._serving = None
@@ -314,9 +318,10 @@ def rollout_scores(
     learner_against: np.ndarray,
     comparable: bool,
 ) -> RolloutScores:
-    """Return all scores of a rollout's trained tokens. learner, learner_against:
-    [completion_len] float32. comparable: behaviour log-probs belong to the same
-    distribution as scores.
+    """Return all scores of a rollout's trained tokens. version: of the weights that are
+    compared. learner: the learner's log-probs [completion_len] float32 of the tokens;
+    learner_against: those of the token `against` in their places. comparable: whether
+    behaviour log-probs belong to the same distribution as scores.
     """
     sequence = candidate.sequence
     served_scores = candidate.compared_scores
@@ -332,10 +337,11 @@ def rollout_scores(
     positions = len(candidate.prompt) + np.arange(len(behaviour))
     sampled_at = np.full(len(behaviour), np.nan, np.float32)
     if candidate.sampling_scores is not None:
-        # Only tokens of the last version were sampled by the weights that scored them.
+        # Only the tokens since the last change of version were sampled by the weights
+        # that scored them. True from there to the end:
         is_newest = versions == candidate.version
-        since_newest = np.logical_and.accumulate(is_newest[::-1])[::-1]
-        sampled_at[since_newest] = candidate.sampling_scores.logprobs[since_newest]
+        since_change = np.logical_and.accumulate(is_newest[::-1])[::-1]
+        sampled_at[since_change] = candidate.sampling_scores.logprobs[since_change]
     return RolloutScores(
         behaviour=behaviour[trained],
         sampled_at=sampled_at[trained],

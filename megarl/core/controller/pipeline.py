@@ -48,12 +48,12 @@ class Source(Protocol):
 
 
 def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
-    """Return the record that ends a ticket. With `refill`, a group without gradient
-    gives up its slot, unless it is void.
+    """Return the record that ends a ticket. With `batch.zero_variance: refill`, a group
+    without gradient gives up its slot (Removed), unless it is void.
     """
     if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
         return Finished(group=group, time=clock.read())
-    tokens = sum(r.trained_tokens for r in group.rollouts)
+    tokens = sum(rollout.trained_tokens for rollout in group.rollouts)
     return Removed(
         ticket=group.ticket,
         reason="zero variance",
@@ -103,7 +103,7 @@ class Pipeline:
                 self._places.changed.clear()
                 while self._has_room():
                     self._start(tasks, self._admit())
-                    # Its requests begin: all groups at once would hold the loop up.
+                    # Let its requests begin: all groups at once would hold the loop up.
                     await asyncio.sleep(0)
 
     def _admit(self) -> Admitted:
@@ -175,6 +175,7 @@ class Pipeline:
         return horizon - version
 
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
+        """Begin to make a ticket's group."""
         ticket = admitted.ticket
         rollouts = self._recipe.sampling.generations
         places = GroupPlaces(self._places, self.admission, ticket, rollouts)

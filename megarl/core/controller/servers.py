@@ -18,6 +18,7 @@ first time, first aborts all its requests, because nobody waits for them.
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -77,13 +78,16 @@ class Servers:
         self.places = Places(self.membership, recipe.serving.max_running_requests)
         self._endpoints = endpoints
         self.clients = {address.id: self._client(address) for address in addresses}
-        self._lives = dict.fromkeys(self.clients, 0)
+        # How often each server was lost or its requests aborted. A number stays when a
+        # joined server is forgotten, because another may get its id.
+        self._life_counts: defaultdict[int, int] = defaultdict(int)
         self._refused: dict[str, str] = {}  # reasons, by the life of a joined server
         self._healthy = time.monotonic()
         self._changed = changed
         self._lends_memory = recipe.lends_memory
 
     def _client(self, address: ServerAddress) -> ServerClient:
+        """Make the client of a server."""
         return ServerClient(address, self._endpoints.api_key, self._endpoints.admin_key)
 
     async def run(self) -> None:
@@ -109,22 +113,22 @@ class Servers:
         """Return a number that changes when the server is lost or its requests are
         aborted.
         """
-        return self._lives[server]
+        return self._life_counts[server]
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
         """Note the failure of a request or health check that began in this life of the
-        server.
+        server. One that began in an earlier life says nothing of this one.
         """
-        if life == self._lives[server]:
+        if life == self._life_counts[server]:
             log.warning("server %d is lost: %s", server, reason)
-            self._lives[server] += 1
+            self._life_counts[server] += 1
             self.membership.lose(server)
             spans.event(f"server {server}/busy", "lost", reason=reason)
             self._changed()
 
     async def answers(self, server: int) -> bool:
         """Return whether the server answers a health check. If not, mark it as lost."""
-        life = self._lives[server]
+        life = self._life_counts[server]
         healthy = await self.clients[server].health()
         if not healthy:
             self.server_lost(server, life, "it does not answer")
@@ -134,7 +138,7 @@ class Servers:
         """Abort the server's requests, which then continue elsewhere from their last
         token. Return whether this succeeded.
         """
-        self._lives[server] += 1
+        self._life_counts[server] += 1
         try:
             await self.clients[server].abort_all()
         except MegarlError as error:
@@ -154,17 +158,17 @@ class Servers:
         """
         member = self.membership.members[server]
         client = self.clients[server]
-        misses = 1
+        misses = 1  # ask soon at first
         while self.membership.members.get(server) is member:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
             if member.state in ("publishing", "leaving"):
                 continue
             has_just_sent = member.state == "clean" and time.monotonic() - client.heard < POLL_S
-            life = self._lives[server]
+            life = self._life_counts[server]
             healthy = has_just_sent or await client.health()
             if healthy and member.away:
                 await self._greet(server)
-            if healthy or member.state == "publishing":
+            if healthy or member.state == "publishing":  # it has begun meanwhile
                 misses = 0
             else:
                 misses += 1
@@ -195,8 +199,8 @@ class Servers:
         """Use a server that has come back, once its old requests are aborted."""
         aborted = await self.abort(server)
         member = self.membership.members.get(server)
-        has_left = member is None or not member.away
-        if not aborted or has_left:
+        is_settled = member is None or not member.away  # it has left meanwhile, or was greeted
+        if not aborted or is_settled:
             return
         self.membership.answered(server)
         spans.event(f"server {server}/busy", "up")
@@ -220,11 +224,16 @@ class Servers:
         return self._join(message)
 
     def _join(self, message: Join) -> Joined | Wait | Refused:
-        """Add a server to the run, or note its sign of life."""
+        """Add a server to the run, or note its sign of life. The reply is Refused to
+        one that was dismissed, and Wait as long as another server has its address.
+
+        Two things may be new: the server, or only its process. A server that is started
+        again at the same address keeps its id and client, and its life's name is new.
+        """
         if message.life in self._refused:
             return Refused(error=self._refused[message.life])
         member = self.membership.members.get(message.server)
-        is_member = member is not None and member.life == message.life
+        is_new_life = member is None or member.life != message.life
         try:
             server = self.membership.join(
                 message.url, message.life, message.server, self._width, time.monotonic()
@@ -233,13 +242,11 @@ class Servers:
             return Wait(reason=str(error))
         if server not in self.clients:
             self.clients[server] = self._client(self.membership.members[server].address)
-            # Kept if the id is used again: no life's number may occur twice.
-            self._lives.setdefault(server, 0)
             self.places.add(server)
             self._tasks.create_task(self.watch(server), name=f"watch {server}")
-        if not is_member:
+        if is_new_life:
             log.info("server %d at %s joins", server, message.url)
-            self._lives[server] += 1
+            self._life_counts[server] += 1
             self._changed()
         return Joined(server=server)
 
@@ -271,7 +278,7 @@ class Servers:
             return
         log.info("server %d leaves: %s", server, reason)
         self.membership.leave(server)
-        self._lives[server] += 1
+        self._life_counts[server] += 1
         spans.event(f"server {server}/busy", "left", reason=reason)
         self._tasks.create_task(self._forget(server), name=f"forget {server}")
         self._changed()
@@ -288,7 +295,7 @@ class Servers:
                 while use.running:
                     await asyncio.sleep(DRAIN_POLL_S)
         while use.running or member.receives:
-            await self._disconnect(server)
+            await self._disconnect(server)  # ends the requests that are left
             await asyncio.sleep(DRAIN_POLL_S)
         await self._disconnect(server)
         self.membership.forget(server)

@@ -140,6 +140,7 @@ class TeacherEndpoint:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _note_lost(self, error: _Lost) -> None:
+        """Log that the teacher does not answer, once until it does."""
         if not self._is_lost:
             # It may still be starting when the first rollouts come.
             level = logging.WARNING if self._has_answered else logging.INFO
@@ -147,6 +148,7 @@ class TeacherEndpoint:
         self._is_lost = True
 
     def _note_answer(self) -> None:
+        """Log that the teacher answers again, if it was lost."""
         if self._is_lost:
             log.info("the teacher answers")
         self._is_lost = False
@@ -185,12 +187,14 @@ async def _check(recipe: Recipe, url: str) -> None:
 
 
 def _check_texts(policy: Tokenizer, tokens: list[int], scores: list[_TokenScore]) -> None:
-    """Compare the texts that the endpoint has for tokens with the policy's."""
+    """Compare the texts that the endpoint has for tokens with the policy's. MegarlError
+    at the first that differs.
+    """
     for token, score in zip(tokens, scores, strict=True):
         if score.text is None:
             return  # a server without a tokenizer, as `megarl serve` starts
         if score.token != token:
-            continue  # the vocabulary's last id
+            continue  # the vocabulary's last id, which SGLang reports as 0
         text = policy.decode(np.array([token], np.int32))
         if text.strip() != score.text.strip():
             raise MegarlError(
@@ -201,7 +205,9 @@ def _check_texts(policy: Tokenizer, tokens: list[int], scores: list[_TokenScore]
 
 
 def _check_directory(vocabulary: dict[str, int], info: Any) -> None:
-    """Compare the vocabularies, if the endpoint's tokenizer is in a directory here."""
+    """Compare the vocabularies, if the endpoint's tokenizer is in a directory here.
+    MegarlError if they differ. info: the endpoint's answer to /model_info.
+    """
     fields = info if isinstance(info, dict) else {}
     folder = Path(str(fields.get("tokenizer_path") or fields.get("model_path") or ""))
     if not (folder / "tokenizer.json").is_file():
@@ -210,20 +216,19 @@ def _check_directory(vocabulary: dict[str, int], info: Any) -> None:
     differences = sorted(vocabulary.items() ^ of_teacher.items(), key=lambda entry: entry[1])
     if not differences:
         return
-    text, token = differences[0]
-    owner = "teacher"
-    stranger = "policy"
+    text, token = differences[0]  # that of the lowest id
+    who_has_it = "the teacher and not for the policy"
     if vocabulary.get(text) == token:
-        owner = "policy"
-        stranger = "teacher"
+        who_has_it = "the policy and not for the teacher"
     raise MegarlError(
-        f"teacher.url: its tokens are not those of model.path: {token} is {text!r} for the {owner}"
-        f" and not for the {stranger} ({len(differences)} such differences in tokenizer.json); only a"
+        f"teacher.url: its tokens are not those of model.path: {token} is {text!r} for {who_has_it}"
+        f" ({len(differences)} such differences in tokenizer.json); only a"
         " teacher with the same vocabulary can score its tokens"
     )
 
 
 def _headers(teacher: Teacher) -> dict[str, str]:
+    """Return the headers of requests: the key, if the endpoint has one."""
     key = read_api_key("teacher.api_key", teacher.api_key)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -258,11 +263,12 @@ async def _scores(
         raise _Lost("it aborted a request")
     # The entry of the position before `first` has no log-prob.
     scores = meta.input_token_logprobs[1:]
-    # SGLang reports the vocabulary's last id as 0.
-    if len(scores) != len(tokens) - first or any(
-        score.token not in (token, 0) for score, token in zip(scores, tokens[first:], strict=True)
-    ):
+    scored_tokens = tokens[first:]
+    if len(scores) != len(scored_tokens):
         raise _TeacherRefused("it returns log-probs of other tokens than those given")
+    for score, token in zip(scores, scored_tokens, strict=True):
+        if score.token not in (token, 0):  # SGLang reports the vocabulary's last id as 0
+            raise _TeacherRefused("it returns log-probs of other tokens than those given")
     return scores
 
 

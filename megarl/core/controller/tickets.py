@@ -48,9 +48,9 @@ and texts.
 
 
 def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group; one without a reward (NaN), because nothing could
-    judge it, gets the others' mean. So it moves neither that mean nor the policy.
-    GraderDown, with the first of the `reasons`, if none has a reward.
+    """Return the rollouts of a group with a reward for each. One that nothing could
+    judge (its reward is NaN) gets the others' mean: so it changes neither the mean nor
+    the policy. GraderDown, with the first of the `reasons`, if none was judged.
     """
     judged = [rollout for rollout in group if not math.isnan(rollout.reward)]
     if not judged:
@@ -58,7 +58,7 @@ def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollou
     rewards = [rollout.reward for rollout in judged]
     mean = fmean(rewards)
     if len(set(rewards)) == 1:
-        mean = rewards[0]  # the mean of equal rewards must be the same number
+        mean = rewards[0]  # exactly: rounding must not give equal rewards a variance
     rollouts = []
     for rollout in group:
         if math.isnan(rollout.reward):
@@ -177,6 +177,7 @@ class Tickets:
         return group
 
     def _prompt(self, admitted: Admitted) -> Prompt:
+        """Return the ticket's prompt. MegarlError if it is no longer in the data."""
         prompt = self._prompts[admitted.task].get(admitted.prompt_id)
         if prompt is None:
             raise MegarlError(
@@ -270,7 +271,7 @@ class Tickets:
             return
         server = places.server
         if completion.retries:
-            server = None
+            server = None  # a request was lost, and another server may have gone on
         compared_prompt, segments = compared(
             prompt.tokens, completion.segments, completion.paths, ticket + sample
         )

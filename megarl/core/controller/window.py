@@ -99,9 +99,11 @@ class Window:
         self._adapt_width()
         # Have the full width, k + 1 batches, when an evaluation takes servers away.
         width_for_evaluation = self._largest - RAMP * evaluation
-        tickets = max(self._width * self._prompts, math.ceil(width_for_evaluation * self._prompts))
-        self.tickets = min(tickets, self.tickets + math.ceil(RAMP * self._prompts))
-        self._steady = self.tickets == self._width * self._prompts and evaluation > 0
+        by_width = self._width * self._prompts
+        for_evaluation = math.ceil(width_for_evaluation * self._prompts)
+        widened = self.tickets + math.ceil(RAMP * self._prompts)
+        self.tickets = min(max(by_width, for_evaluation), widened)
+        self._steady = self.tickets == by_width and evaluation > 0
 
     def _measure_step(self, version: int) -> None:
         """Update T with the step that ends with this version."""
@@ -113,7 +115,7 @@ class Window:
         if step + 1 != version:
             return
         seconds = _loop_time() - start
-        weight = SMOOTHING if self._step_seconds else 1.0
+        weight = SMOOTHING if self._step_seconds else 1.0  # the first step is T
         self._step_seconds += weight * (seconds - self._step_seconds)
 
     def _adapt_width(self) -> None:
@@ -126,10 +128,11 @@ class Window:
             return
         memory = self._batch_seconds.maxlen or 0
         width_before = self._width
-        narrow_width = self._largest
+        enough = self._largest  # not known before N batches are measured
         if len(self._batch_seconds) == memory:
-            narrow_width = self._width_for(CLOSES * longest)
-        self._width = max(min(self._width, narrow_width), self._width_for(OPENS * longest))
+            enough = self._width_for(CLOSES * longest)
+        least = self._width_for(OPENS * longest)
+        self._width = max(least, min(self._width, enough))
         if self._width != width_before:
             longer_memory = min(2 * memory, LONGEST_MEMORY * self._largest)
             self._batch_seconds = deque(self._batch_seconds, longer_memory)
@@ -140,4 +143,5 @@ class Window:
 
 
 def _loop_time() -> float:
+    """Return the event loop's time: the simulator's loop has a clock of its own."""
     return asyncio.get_running_loop().time()

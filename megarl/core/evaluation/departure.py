@@ -48,7 +48,7 @@ class Departure:
 @dataclass(frozen=True)
 class _Bound:
     """A forecast's bound for later scores. sign: 1 if they stay above it, -1 below.
-    end: of its interval.
+    end: the end of the bound's interval, on the outer side.
     """
 
     sign: int
@@ -56,8 +56,11 @@ class _Bound:
     end: float
 
     def broken_by(self, score: float, noise: float) -> bool:
-        loss = self.sign * (self.value - score)
-        return loss > hypot(self.value - self.end, noise)
+        """Return whether a score is beyond the bound by more than the interval and the
+        score's own noise explain together.
+        """
+        beyond = self.sign * (self.value - score)
+        return beyond > hypot(self.value - self.end, noise)
 
 
 def lasting_departure(evaluations: Sequence[Row]) -> Departure | None:
@@ -89,9 +92,11 @@ def _bounds(forecast: Row, last: bool) -> Iterator[_Bound]:
     last forecast before them.
     """
     if "predicted_least" in forecast and "predicted_least_low" in forecast:
-        yield _Bound(1, forecast["predicted_least"], forecast["predicted_least_low"])
+        value = forecast["predicted_least"]
+        yield _Bound(sign=1, value=value, end=forecast["predicted_least_low"])
     if last and "predicted_most" in forecast and "predicted_most_high" in forecast:
-        yield _Bound(-1, forecast["predicted_most"], forecast["predicted_most_high"])
+        value = forecast["predicted_most"]
+        yield _Bound(sign=-1, value=value, end=forecast["predicted_most_high"])
 
 
 def _breaks(row: Row, name: str, bound: _Bound) -> bool:

@@ -79,7 +79,7 @@ def comparisons(evaluations: int) -> int:
     count = 0
     for end in range(2, evaluations + 1):
         for width in _widths(end):
-            count += end - 2 * width + 1
+            count += end - 2 * width + 1  # where the earlier stretch may start
     return count
 
 
@@ -141,6 +141,7 @@ def _scores_of_same_prompts(evaluations: Sequence[Mapping[str, float]]) -> np.nd
 
 
 def _columns(fall: ScoreFall | None, suffix: str) -> Row:
+    """Return a judgement as columns whose names end in `suffix`."""
     if fall is None:
         return {f"{WARNING_COLUMN}{suffix}": 0.0}
     return {

@@ -89,14 +89,17 @@ def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
 
 
 def _right_at_all(group: Sequence[Outcome], k: int) -> float:
+    """Choose a right answer if there is one (a Choice)."""
     return pass_at_k(sum(o.correct for o in group), len(group), k)
 
 
 def _by_vote(group: Sequence[Outcome], k: int) -> float:
+    """Choose the most frequent vote (a Choice)."""
     return maj_at_k([o.vote for o in group], [o.correct for o in group], k)
 
 
 def _by_reward(group: Sequence[Outcome], k: int) -> float:
+    """Choose the answer of highest reward (a Choice). One without comes last."""
     rewards = [-math.inf if o.reward is None else o.reward for o in group]
     return best_at_k(rewards, [o.correct for o in group], k)
 

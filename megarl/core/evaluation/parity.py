@@ -66,6 +66,7 @@ class ParityLimits:
         return self.p50 * self._wider(tokens)
 
     def _wider(self, tokens: int) -> float:
+        """Return how many times as wide the limits are for so few tokens."""
         return 1 + self.few / tokens**0.5
 
 
@@ -112,7 +113,7 @@ class Distribution:
         with np.errstate(invalid="ignore", over="ignore"):
             known_first = first[is_known].astype(np.float64)
             known_second = second[is_known].astype(np.float64)
-            d = known_second - known_first
+            d = known_second - known_first  # NaN if both are infinite
             size = np.where(np.isnan(d), np.inf, np.abs(d))
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
             k3 = np.mean(np.exp(d) - 1 - d)
@@ -318,16 +319,18 @@ class ParityJudge:
         judged: list[Limit] = []
         for server, part in parts.items():
             judged += self._judge_part(server, part)
-        standing = [limit for limit in self._gathering if limit.server in parts]
+        # those of these servers that were not judged, as tokens are still gathered
+        unjudged = [limit for limit in self._gathering if limit.server in parts]
         broken: dict[Limit, Broken] = {}
-        for limit in (*judged, *standing):
+        for limit in (*judged, *unjudged):
             if limit in self._broken:
                 broken[limit] = self._broken[limit]
         if not broken:
             return ParityVerdict()
-        newly_broken = [limit for limit in judged if limit in broken]
-        lasting = [limit for limit in newly_broken if broken[limit].in_a_row >= LASTING]
-        at_once = [limit for limit in newly_broken if broken[limit].excess >= AT_ONCE]
+        # only what was judged now may end the run
+        judged_broken = [limit for limit in judged if limit in broken]
+        lasting = [limit for limit in judged_broken if broken[limit].in_a_row >= LASTING]
+        at_once = [limit for limit in judged_broken if broken[limit].excess >= AT_ONCE]
         worst = max(lasting or at_once or broken, key=lambda limit: broken[limit].excess)
         return ParityVerdict(self._text(worst), bool(lasting or at_once))
 
@@ -365,6 +368,7 @@ class ParityJudge:
         parts = measurement.by_server().values()
         for cause in ("kernels", "decode"):
             errors = [logit_error(*part.scores.pair(cause)) for part in parts]
+            # that of the worst server, without those of too few tokens (NaN)
             signs[f"parity_logit/{cause}"] = float(np.fmax.reduce(errors))
         signs |= self._unjudged(measurement)
         row = measurement.metrics()
@@ -488,6 +492,9 @@ how many such tokens are needed.
 SAME_BITS_LIMIT = 0.5
 TEMPERATURE_LIMIT = 0.35
 POSITION_LIMIT = 1.5
+"""Above these a sign names a cause: the share of scores with the same bits, the share
+of variance that a line explains, and the growth along sequences.
+"""
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, quantity: str) -> str:
@@ -532,7 +539,7 @@ def _signs(scores: RolloutScores, quantity: str) -> dict[str, float]:
     """
     if quantity == "decode":
         return {
-            "parity_same_bits": 0.0,
+            "parity_same_bits": 0.0,  # one version only
             "parity_line": explained_by_logprob(*scores.pair("decode")),
             # Its error grows along the sequence anyway, with the length of the cache.
             "parity_growth": 1.0,
@@ -546,8 +553,9 @@ def _signs(scores: RolloutScores, quantity: str) -> dict[str, float]:
 
 
 def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = False) -> str:
-    """Return the likeliest cause of a difference. signs: metrics of a row; routing: too
-    many choices of experts differ.
+    """Return the likeliest cause of a difference. signs: metrics of a row. routing: too
+    many choices of experts differ. decoding: the difference is between a server's
+    sampling and its own scores.
     """
     for side in ("server", "learner"):
         if signs.get(f"parity_grid/{side}", 0.0) > GRID_LIMIT:

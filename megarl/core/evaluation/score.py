@@ -151,6 +151,9 @@ class Sampled(Questions[Prompt]):
         )
 
     async def _grade(self, asker: Asker, prompt: Prompt, completion: Completion) -> Grade:
+        """Grade an answer: with further rewards if the suite has them, else only
+        whether it is right.
+        """
         grader = asker.graders[self.name]
         grade = grader.grade if self.rewards else grader.grade_answer
         return await grade(completion.text, prompt, completion.verdict, completion.truncated)
@@ -202,11 +205,13 @@ async def score(
     for suite in questions:
         for prompt, sample in suite.open:
             open_questions.append((suite.name, prompt, sample))
-    remaining = iter(enumerate(open_questions))
+    remaining = iter(enumerate(open_questions))  # shared by all workers
 
     async def work() -> None:
+        """Ask one question after the other, until none is left."""
         for n, (name, prompt, sample) in remaining:
-            keep(await answerers[name](prompt, sample, (0, n, sample)))
+            order = (0, n, sample)  # 0: of an evaluation
+            keep(await answerers[name](prompt, sample, order))
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(asker.at_once, len(open_questions))):

@@ -93,6 +93,7 @@ def last_formula(text: str) -> str | None:
     """
     formula = None
     at = 0
+    # where each closing mark is last: no search beyond that, so the time stays linear
     closings = {close: text.rfind(close) for _, close in MARKS}
     while opening := OPENING.search(text, at):
         at = opening.start() + 1

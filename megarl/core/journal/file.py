@@ -63,7 +63,7 @@ def head(snapshot: Snapshot) -> bytes:
 def create(path: Path, head: bytes) -> None:
     """Create a file with these bytes, complete or not at all."""
     write_atomically(path, head)
-    with writing(path):
+    with writing(path):  # its name in the folder has to survive, too
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -89,6 +89,7 @@ def packed(record: JournalRecord) -> bytes:
     """Return a record's header and payload."""
     payload = encode(record)
     ticket = record.group.ticket if isinstance(record, Finished) else -1
+    # without its last field, the header's own checksum
     header = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
     header_checksum = zlib.crc32(header).to_bytes(4, "little")
     return header + header_checksum + payload
@@ -127,6 +128,7 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
 
 
 def _check_header(path: Path, header: bytes) -> None:
+    """Raise MegarlError unless these bytes begin a journal of this version."""
     if len(header) < FILE_HEADER.size or FILE_HEADER.unpack(header)[0] != MAGIC:
         raise MegarlError(f"{path}: not a rollout journal (offset 0); move it away or restore it")
     version = FILE_HEADER.unpack(header)[1]

@@ -120,14 +120,15 @@ class JournalReader:
         latest = self.fold()
         tickets = latest.admission
         slots = step * tickets.prompts_per_batch  # of the batches before
-        first = tickets.first_ticket(step)
+        first = tickets.first_ticket(step)  # the first that is left out
         files = self.files()
-        later = bisect_right(files, first, key=lambda number: self._start(number).next_ticket)
-        if not later or slots < tickets.forgotten:
+        # how many files were begun before this ticket was drawn
+        count = bisect_right(files, first, key=lambda number: self._start(number).next_ticket)
+        if not count or slots < tickets.forgotten:
             raise MegarlError(
                 f"{self.path}: what was drawn before step {step} is gone (journal.keep)"
             )
-        number = files[later - 1]
+        number = files[count - 1]
         state = State.restored(file.snapshot(self._file(number)))
         if slots <= tickets.forgotten + len(tickets.queue):
             for record in self.replay(number):
@@ -168,6 +169,7 @@ class JournalReader:
                 record = file.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
+        # a gap among the numbers may be a file that somebody removed
         missing = [self._file(n).name for n in range(max(files, default=0)) if n not in files]
         reason = "it is unfinished, removed or dropped (journal.keep)"
         if missing:
@@ -182,14 +184,15 @@ class JournalReader:
         removed, if there is one.
         """
 
-        # Tickets settle once, so this is false for the first files and true for the
-        # rest. The group is in the last file for which it is false.
         def is_settled(number: int) -> bool:
+            """Return whether the ticket was settled when this file was begun."""
             start = self._start(number)
             return ticket < start.next_ticket and ticket not in start.unfinished
 
-        later = bisect_left(files, True, key=is_settled)
-        return list(files[max(later - 1, 0) : later])
+        # Tickets settle once, so this is false for the first files and true for the
+        # rest. The group is in the last file for which it is false.
+        unsettled = bisect_left(files, True, key=is_settled)
+        return list(files[:unsettled][-1:])
 
     def _start(self, number: int) -> FileStart:
         """Return the next ticket and the unfinished ones when this file was begun."""
@@ -200,6 +203,7 @@ class JournalReader:
         return self._starts[number]
 
     def _groups_of(self, number: int) -> GroupOffsets:
+        """Return where the groups of this file are; it is searched once."""
         if number not in self._searched:
             offsets = GroupOffsets()
             for entry, _ in file.scan(self._file(number), payloads=False):
@@ -218,6 +222,7 @@ class JournalReader:
         return files
 
     def _file(self, number: int) -> Path:
+        """Return the path of the file with this number."""
         return self.path / f"{number:06}.journal"
 
 
@@ -342,6 +347,7 @@ class Journal(JournalReader):
             raise
 
     def _write(self, fd: int, applied: Sequence[Applied]) -> None:
+        """Write records to the present file, and remember where its groups are."""
         data = b"".join(record.data for record in applied)
         file.write(fd, self._file(self._number), self._size, data)
         for record in applied:
@@ -366,7 +372,10 @@ class Journal(JournalReader):
                 log.info("%s: dropped, all its groups were trained", self._file(number))
 
     def _files_to_search(self) -> list[int]:
-        return self.files()  # it knows what it has written
+        """Return the numbers of the files. None is searched again: the writer knows
+        what it has written.
+        """
+        return self.files()
 
     def close(self) -> None:
         """Release the lock. A second call does nothing."""

@@ -248,6 +248,7 @@ class State(StateTotals):
         self.last_time = max(self.last_time, record.time)
 
     def _remove(self, record: Removed) -> None:
+        """End a ticket without a group; its prompt gets the pass rate, if any."""
         self.admission.remove(record.ticket)
         admitted = self.unfinished.pop(record.ticket)
         self.removed += 1

@@ -81,8 +81,8 @@ class JournalWriter:
             self._thread.shutdown()
 
     async def _call[T](self, function: Callable[[], T]) -> T:
-        # Shielded: records that were taken from the queue are written even if the
-        # caller is cancelled.
-        return await asyncio.shield(
-            asyncio.get_running_loop().run_in_executor(self._thread, function)
-        )
+        """Call a function in the journal's thread. It runs to its end even if the
+        caller is cancelled (`shield`), or records taken from the queue would be lost.
+        """
+        call = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        return await asyncio.shield(call)

@@ -116,6 +116,7 @@ class Checkpoints:
         self.poll(blocking=True)
         trainer = self.trainer
         path = step_folder(self.folder, trainer.step)
+        # step 0 is the model that the run starts from
         if trainer.step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
             return
         start = time.monotonic()
@@ -139,6 +140,7 @@ class Checkpoints:
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - start)
 
     def _meta(self) -> checkpoint.CheckpointMeta:
+        """Return what the checkpoint says of itself."""
         trainer = self.trainer
         return checkpoint.CheckpointMeta(
             step=trainer.step,
@@ -175,6 +177,7 @@ class Checkpoints:
             self._warn_if_disk_is_full(writing.path)
 
     def _warn_if_disk_is_full(self, path: Path) -> None:
+        """Warn if another checkpoint as large as `path` would not fit on the disk."""
         size = sum(file.stat().st_size for file in path.iterdir())
         free = shutil.disk_usage(path).free
         if free < size:
@@ -201,6 +204,7 @@ class Checkpoints:
             )
 
     def _prune(self) -> None:
+        """Delete the checkpoints that need not be kept. Only on rank 0."""
         to_keep = list(milestone_checkpoints(self.folder, self.milestones).values())
         if self.keep_best:
             to_keep += scored_checkpoints(self.folder)
@@ -211,6 +215,8 @@ class Checkpoints:
         ranks may not know of it.
         """
         self.failures += 1
+        # Our own errors and torch's of checkpoints are raised on all ranks, any other
+        # perhaps on this one alone.
         cause = error.__cause__
         all_ranks_know = cause is None or isinstance(cause, (CheckpointException, MegarlError))
         if self.failures == MOST_FAILURES or not all_ranks_know:
@@ -341,9 +347,10 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
 
 
 def _copy_what_megatron_would_not(model_state: StateDict) -> None:
-    """The next step must not change what is being written. megatron copies tensors that
-    are on a GPU or in a buffer, as most parameters are; others on a CPU, such as
-    routers' biases, it would write from where they are.
+    """Copy the tensors that megatron would write from where they are, so that the next
+    step does not change what is being written. megatron itself copies those on a GPU,
+    and views of a buffer, as most parameters are; the others are tensors on a CPU with
+    a storage of their own, such as routers' biases.
     """
     for part in model_state.values():
         for tensor in part.values():
@@ -355,12 +362,15 @@ def _copy_what_megatron_would_not(model_state: StateDict) -> None:
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
     """Put a state as `_network_state` has it into the network and its optimiser."""
     checkpoint.set_model_state(network.chunks, loaded)
-    kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
+    format_of_state = {
+        "param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]
+    }
     for i, optimizer in enumerate(network.optimizer.chained_optimizers):
         settings = optimizer.state_dict()
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = loaded["adam_steps"]
-        optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
+        loaded_state = {"param_state": loaded["optimizer"][i]}
+        optimizer.load_state_dict(settings | format_of_state | loaded_state)
         if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
             # Its parts have this count now. If it stayed here, it would be copied to
             # them before every step.

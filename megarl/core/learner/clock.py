@@ -62,7 +62,7 @@ class StepClock:
             "transfer": result.transfer_seconds,
             "resume": result.resume_seconds,
         }
-        if result.staged:
+        if result.staged:  # then servers pause only for the swap, after the transfer
             phases = {"transfer": phases.pop("transfer"), **phases}
         self._publication = {f"{name}_seconds": seconds for name, seconds in phases.items()}
         self._publication["publish_bytes"] = float(result.bytes_sent)

@@ -116,6 +116,7 @@ class ReferenceModel(Network):
         head = self.lm_head(self.temperature)
 
         def only_logprobs(**arguments: Any) -> Tensor:
+            """Compute log-probs without the entropies beside them (a Head)."""
             return head(**arguments)[0]
 
         scored = []

@@ -30,9 +30,10 @@ from torch.nn import Module
 def gather_before_head(chunks: Sequence[DistributedDataParallel]) -> None:
     """Make each chunk wait for all of its weights when its layers have run.
 
-    Megatron waits before each module that is called. The head is not called: its
-    weight, perhaps the embedding's, is read (network.py), and so would be an expert's
-    that got no token.
+    Megatron waits for a module's weights just before that module is called. But some
+    weights are read without such a call, so that nothing would wait for them: the
+    head's, which may be the embedding's (network.py), and those of an expert that got
+    no token.
     """
     for chunk in chunks:
         chunk.module.decoder.register_forward_hook(partial(_gather_rest, chunk))
@@ -41,6 +42,7 @@ def gather_before_head(chunks: Sequence[DistributedDataParallel]) -> None:
 def _gather_rest(
     chunk: DistributedDataParallel, _decoder: Module, _inputs: object, _output: object
 ) -> None:
+    """Gather what the layers have not waited for: a hook of torch, after them."""
     gather([chunk])
 
 

@@ -106,8 +106,9 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
 
 
 async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Wait until the servers on our GPUs answer, even ones that a dead learner left
-    paused: then they have their memory.
+    """Wait until the servers on our GPUs answer: then they have taken their memory.
+    They are asked for their devices, to which even one that a dead learner left paused
+    has an answer.
     """
     limit_s = recipe.start_limit_s
     deadline = time.monotonic() + limit_s
@@ -226,6 +227,7 @@ class LearnerRank:
         self.profiler.stop()
 
     def _next(self) -> Reply:
+        """Return the controller's next command, on all ranks."""
         step = self.trainer.step
         with self.clock.spent("wait", step):
             return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
@@ -364,6 +366,9 @@ class LearnerRank:
             return self._ask(result)
 
     def _stop(self, command: Stop) -> None:
+        """Save, and say goodbye. MegarlError instead of a goodbye if the command says
+        that the run has failed.
+        """
         log.info("stopping at step %d: %s", self.trainer.step, command.reason)
         self.checkpoints.save()
         self.checkpoints.finish()
@@ -373,6 +378,7 @@ class LearnerRank:
             self.link.tell(Stopped(incarnation=self.incarnation, step=self.trainer.step))
 
     def _interrupted(self) -> str:
+        """Return why to wait no longer for the controller; empty to go on."""
         if self.signalled:
             return self.signalled
         if self.rundir.stop_asked():
@@ -380,13 +386,18 @@ class LearnerRank:
         return ""
 
     def _on_signal(self, number: int, _frame: object) -> None:
+        """Ask the run to stop, all its roles."""
         self.signalled = f"signal {signal.Signals(number).name}"
         self.rundir.stop(number)
 
 
 MEASURED = "trained_logprob_diff"
 OF_BATCH = "generated_tokens"
+"""Metrics by which two rows of one step are compared: what was measured on the batch,
+and what tells another batch.
+"""
 MANY_TOKENS = 1_000_000
+"""The number of tokens assumed where it is not known: the limit is lowest for many."""
 
 
 def contradiction(

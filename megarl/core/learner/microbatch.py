@@ -103,6 +103,7 @@ class _PackedRow:
 
     @property
     def size(self) -> int:
+        """Tokens in the row, with filler."""
         return int(self.boundaries[-1])
 
 
@@ -154,8 +155,8 @@ def assemble(
     row = _row(lengths, length, layout)
     ids = _end_to_end([s.tokens for s in sequences], np.int64)
     weight = _end_to_end([s.loss_weight for s in sequences], np.float32)
-    tokens = np.arange(row.size) % layout.vocabulary
-    tokens[row.places] = ids[:-1]
+    tokens = np.arange(row.size) % layout.vocabulary  # filler: see RowLayout
+    tokens[row.places] = ids[:-1]  # without the stand-in's
     padding = np.ones(row.size, dtype=np.bool_)
     padding[row.places] = False
     experts = _experts(sequences, lengths, row)
@@ -174,6 +175,7 @@ def assemble(
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     def of_chosen(values: Sequence[PerToken]) -> Tensor:
+        """Return the chosen tokens' values. values: of each sequence."""
         per_token = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
         row_values = _end_to_end(per_token, np.float32)
         return on_device(row_values[chosen.source])
@@ -209,7 +211,7 @@ def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _PackedRow:
     The rest is filler: sequences of FILLER tokens, or of as many as the longest has.
     """
     multiple = layout.sequence_multiple
-    padded = -(-lengths // multiple) * multiple
+    padded = -(-lengths // multiple) * multiple  # rounded up
     starts = np.concatenate([[0], np.cumsum(padded)])
     filler_start = int(starts[-1])
     size = max(length, _up(filler_start, layout.row_multiple))
@@ -225,6 +227,9 @@ def _row(lengths: np.ndarray, length: int, layout: RowLayout) -> _PackedRow:
 
 
 def _trained(weight: np.ndarray, lengths: np.ndarray, row: _PackedRow) -> _Trained:
+    """Return the tokens with a weight. weight: of all tokens end to end, and of the
+    stand-in, which has none.
+    """
     source = np.flatnonzero(weight)
     sequence_of_token = np.repeat(np.arange(len(lengths)), lengths)
     sequence = sequence_of_token[source]
@@ -278,4 +283,5 @@ def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def _up(n: int, multiple: int) -> int:
+    """Return n rounded up to a multiple."""
     return -(-n // multiple) * multiple

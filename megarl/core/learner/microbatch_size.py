@@ -126,9 +126,9 @@ def largest(sizes: Sequence[int], share_of: Callable[[int], float]) -> int | Non
     low = -1
     high = len(sizes)  # sizes up to index `low` fit, those from `high` on do not
     while high - low > 1:
-        if high < len(sizes):
+        if high < len(sizes):  # one did not fit: halve what is between
             middle = (low + high) // 2
-        elif len(fit) < 2:
+        elif len(fit) < 2:  # a line needs two results
             middle = low + 1
         else:
             (size_before, used_before), (size, used) = fit[-2:]
@@ -140,6 +140,7 @@ def largest(sizes: Sequence[int], share_of: Callable[[int], float]) -> int | Non
                     allowed.append(i)
             if not allowed:
                 break
+            # at most doubled: the farther, the more a line is below a convex curve
             up_to_double = [i for i in allowed if sizes[i] <= 2 * size]
             middle = max(up_to_double, default=allowed[0])
         used = share_of(sizes[middle])
@@ -158,6 +159,7 @@ def _try_sizes(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory
     # With few micro-batches, a pipeline's idle time costs more than large micro-batches
     # save.
     sizes = sizes_to_try(longest, batch_tokens // _microbatches(trainer, per_stage=4))
+    # held until the trials are over
     moments = [network.moments_to_come() for network in trainer.trained]
     size = largest(sizes, lambda tokens: _share_of_memory(trainer, tokens, longest, memory))
     del moments

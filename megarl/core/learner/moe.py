@@ -63,12 +63,15 @@ class PartialReplay(RouterReplay):
         group_topk: int | None,
         compute: TopK,
     ) -> tuple[Tensor, Tensor]:
-        """Return probabilities and indices [tokens, topk] of the experts to use."""
+        """Return probabilities and indices [tokens, topk] of the experts to use: the
+        recorded ones or, while choices are compared, the router's own. compute: the
+        router's own choice.
+        """
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             probabilities, own_choice = compute(scores, topk, num_groups, group_topk)
             target = self.target_topk_idx.to(scores.device)
             recorded = (target >= 0).all(-1)
-            if self._replay.counts is not None:
+            if self._replay.counts is not None:  # comparing: order within a set is free
                 matches = own_choice.unsqueeze(-1) == target.unsqueeze(-2)
                 differs = recorded & ~matches.any(-1).all(-1)
                 self._replay.counts += torch.stack([recorded.sum(), differs.sum()])
@@ -76,7 +79,7 @@ class PartialReplay(RouterReplay):
                 return probabilities, own_choice
             self._replay.replayed += recorded.sum()
             self.target_topk_idx = torch.where(target < 0, own_choice, target)
-            if self._replay.recomputes:
+            if self._replay.recomputes:  # in place of the list's newest targets, with their -1
                 self.replay_backward_list[-1] = self.target_topk_idx
             else:
                 # Nothing would take them off the list: all micro-batches' choices, 8
@@ -181,7 +184,7 @@ class ExpertLoad:
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0
         self._topk = config.moe_router_topk
-        self.choices = 0.0  # choices: of all layers and ranks in the latest step
+        self.choices = 0.0  # tokens times layers with experts, of all ranks in the latest step
         # For each router of a chunk, the coefficients of micro-batches whose pass with
         # gradients it has not run yet.
         self._waiting: dict[GPTModel, list[deque[float]]] = {chunk: [] for chunk in chunks}
@@ -205,7 +208,8 @@ class ExpertLoad:
 
     def padding_mask(self, chunk: GPTModel, micro: MicroBatch) -> Tensor:
         """Return the `padding_mask` for this micro-batch's forward pass through the
-        chunk, which must be the next one.
+        chunk, which must be the next one, and queue the weight of its balancing loss
+        for the chunk's routers (`_weigh`).
         """
         coefficient = self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1)
         for waiting in self._waiting[chunk]:
@@ -232,7 +236,8 @@ class ExpertLoad:
                 metrics[f"expert_imbalance_layer_{layer}"] = imbalance
                 unused_shares.append(tokens.count(0) / len(tokens))
         self.choices = total / self._topk
-        metrics["expert_imbalance_max"] = max(metrics.values(), default=1.0)
+        largest = max(metrics.values(), default=1.0)
+        metrics["expert_imbalance_max"] = largest
         metrics["expert_unused_share"] = math.nan
         if unused_shares:
             metrics["expert_unused_share"] = sum(unused_shares) / len(unused_shares)
@@ -260,9 +265,10 @@ class ExpertLoad:
 
 
 def _weigh(waiting: deque[float], router: Module, _: object) -> None:
-    """Weight the balancing loss of a router before it runs. With recomputation it adds
-    the loss in the backward pass, when other micro-batches may have gone forward; but
-    they go backward in the same order.
+    """Set the weight of a router's balancing loss just before it runs with gradients.
+    waiting: the weights of the micro-batches whose run with gradients is still to come.
+    With recomputation that is in the backward pass, when other micro-batches may have
+    gone forward; but they go backward in the same order.
     """
     if torch.is_grad_enabled():
         router.config.moe_aux_loss_coeff = waiting.popleft()

@@ -114,6 +114,7 @@ class Network:
         head = self.lm_head(1.0)
 
         def both(*, context: MicroBatch, **arguments: object) -> Tensor:
+            """Compute both log-probs of each trained token (a Head)."""
             logprobs, _ = head(context=context, **arguments)
             alternative = replace(context, labels=torch.full_like(context.labels, against))
             logprobs_against, _ = head(context=alternative, **arguments)
@@ -150,6 +151,7 @@ class Network:
         outputs = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
         def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
+            """Put a micro-batch's values into `outputs` (a Consume)."""
             if len(micro.source):
                 # Of each token, its index among the tokens of all sequences.
                 ranges = [np.arange(starts[i], starts[i + 1]) for i in members]
@@ -186,6 +188,7 @@ class Network:
         def loss(
             indices: Sequence[int], micro: MicroBatch, output: Output
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            """Return the scalar as megatron takes it: with no tokens and no metrics."""
             return consume(indices, micro, output), torch.tensor(0, dtype=torch.int), {}
 
         def forward(
@@ -227,6 +230,7 @@ class Network:
     def _assembled(
         self, sequences: Sequence[TrainSequence], indices: Sequence[int], length: int
     ) -> MicroBatch:
+        """Make the micro-batch of the sequences with these indices."""
         return assemble([sequences[i] for i in indices], length, self.layout, self.device)
 
     def _replay_of_pass(self, forward_only: bool) -> Replay | None:
@@ -241,6 +245,9 @@ class Network:
 def _replaying(
     replay: Replay | None, chunk: int, micro: MicroBatch
 ) -> AbstractContextManager[None]:
+    """Return a context for a chunk's forward pass, in which the micro-batch's recorded
+    choices of experts are replayed, if there is a replay.
+    """
     if replay is None:
         return nullcontext()
     return replay.replaying(chunk, micro.experts, micro.tokens.numel())

@@ -114,10 +114,12 @@ def _free_bytes() -> int:
 
 
 async def _release(server: ServerClient) -> None:
+    """Make a server give up its KV memory, and its requests what they have in it."""
     await server.pause("retract")
     await server.release_memory()
 
 
 async def _resume(server: ServerClient) -> None:
+    """Give a server its memory back, and let it go on."""
     await server.resume_memory()
     await server.resume()

@@ -370,25 +370,28 @@ def _state_of_one_rank(
     optimizer: DistributedOptimizer, *, empty_data: bool, **_: object
 ) -> StateDict:
     """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint,
-    if one rank has all of the state. This takes 12 bytes of host memory per parameter,
-    none to write from a CPU; megatron's way, for many ranks, takes 32, or 24 and 8 on
-    the GPU.
+    where one rank has all of the state. empty_data: return zeros, which a checkpoint is
+    to be read into.
+
+    Host memory in bytes per parameter: 12 for the copy made here, or 0 if the state is
+    in host memory already, from where it is written. Megatron's own function, made for
+    many ranks, takes 32, or 24 and another 8 on the GPU.
     """
     state: StateDict = {"buckets_coalesced": True}
-    lends = in_host_memory() and not empty_data
-    for n, buffer in enumerate(optimizer.buffers):
-        (dtype,) = optimizer.gbuf_ranges[n]
+    is_written_in_place = in_host_memory() and not empty_data
+    for index, buffer in enumerate(optimizer.buffers):
+        (dtype,) = optimizer.gbuf_ranges[index]  # its only key
         states = {} if empty_data else _states_by_place(optimizer, buffer)
         buffer_state: StateDict = {"numel_unpadded": buffer.numel_unpadded}
         for name in ("param", *optimizer.optimizer_state_keys):
             tensors = {}
-            for place, kinds in states.items():
-                tensors[place] = kinds[name].detach().view(-1)
-            if lends:
+            for place, state_by_name in states.items():
+                tensors[place] = state_by_name[name].detach().view(-1)
+            if is_written_in_place:
                 buffer_state[name] = _Lent(tensors)
             else:
                 buffer_state[name] = _gathered(buffer.numel_unpadded, tensors)
-        state[n] = {dtype: buffer_state}
+        state[index] = {dtype: buffer_state}
     return state
 
 

@@ -105,7 +105,7 @@ class TokenTotals:
         dist.all_reduce(self._sums)
         dist.all_reduce(self._maxima, dist.ReduceOp.MAX)
         loss, tokens, *sums_by_metric = self._sums.tolist()
-        maxima_by_metric = self._maxima.tolist()[1:]
+        maxima_by_metric = self._maxima.tolist()[1:]  # without that of the number of tokens
         reduced = {"loss": loss, "tokens_trained": tokens}
         for name, total, largest in zip(
             self._metric_names, sums_by_metric, maxima_by_metric, strict=True
@@ -161,6 +161,9 @@ class TrainedNetwork(Network):
         self._nonfinite = []
 
         def weighted_loss(members: Sequence[int], micro: MicroBatch, output: Any) -> Tensor:
+            """Return a micro-batch's part of the loss (a Consume); keep its metrics,
+            and which of its tokens have a loss that is not finite.
+            """
             losses, metrics = self.loss(micro, output)
             loss = (losses * micro.weight).sum()
             totals.add(loss, micro.counted, metrics)
@@ -226,7 +229,8 @@ class TrainedNetwork(Network):
             for parameter in part.get_parameters():
                 if not part.optimizer.state.get(parameter):
                     numbers += parameter.numel()
-        on_device = round(2 * numbers * (1 - self._offload))
+        moments = 2
+        on_device = round(moments * numbers * (1 - self._offload))
         return torch.empty(on_device, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()

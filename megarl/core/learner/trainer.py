@@ -167,7 +167,7 @@ class Trainer:
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
         """Return the batch's sequences in the loss, with advantages unless a critic
-        estimates them. Call it once per step.
+        estimates them. Call it once per step, as the batch then counts in `moments`.
         """
         sequences = sequences_in_loss(batch, self.recipe)
         if self.reference and sequences:
@@ -292,6 +292,7 @@ class Trainer:
 
 
 def _log_overflow(step: int, epoch: Epoch) -> None:
+    """Log which networks' gradients overflowed, and at which loss scales."""
     scales = []
     for network in epoch.overflowed:
         scales.append(f"{network.names.norm} at {epoch.metrics[network.names.loss_scale]:g}")
@@ -300,6 +301,7 @@ def _log_overflow(step: int, epoch: Epoch) -> None:
 
 
 def _log_skipped(step: int, epoch: Epoch) -> None:
+    """Log the losses and gradient norms for which a step is skipped."""
     values = []
     for network in epoch.broken:
         for name in (network.names.loss, network.names.norm):

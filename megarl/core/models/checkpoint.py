@@ -125,6 +125,9 @@ def set_model_state(chunks: Sequence[Module], state: StateDict) -> None:
 
 
 def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
+    """Return the chunks with their keys in a state: `model`, or `model0`, `model1`, …
+    if there are several.
+    """
     if len(chunks) == 1:
         return [("model", chunks[0])]
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
@@ -147,6 +150,7 @@ def start_save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> Asy
     source = Path(meta.hf_source)
 
     def fill(partial: Path) -> None:
+        """Make the directory, if the description can be read that belongs into it."""
         read_config(source)
         partial.mkdir(parents=True)
 
@@ -154,6 +158,9 @@ def start_save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> Asy
     own_checksums: Future[dict[str, int]] = Future()
 
     def complete_on_rank_0(written: list[dict[str, int]]) -> None:
+        """Add the rest of the files and move all to `path`. written: each rank's
+        checksums.
+        """
         if dist.get_rank() == 0:
             copy_description(source, partial / "hf")
             seal(partial, meta, checksums(partial, ChainMap(*written)))
@@ -196,7 +203,8 @@ def whole_or_gone(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    # megatron, torch and the operating system each have their own
+    # Anything: megatron, torch and the operating system each have their own errors.
+    # torch's CheckpointException is no Exception.
     except (Exception, CheckpointException) as error:
         if dist.get_rank() == 0:
             shutil.rmtree(partial_of(path), ignore_errors=True)
@@ -211,24 +219,25 @@ def load(path: Path, state: ShardedStateDict) -> StateDict:
     are intact but loading failed.
     """
 
-    def check_share() -> None:
-        """Check this rank's share of the files, every n-th of n ranks, so that each
-        reads about as much.
-        """
-        files = read_meta(path).files
-        own_names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-        check(path, {name: files[name] for name in own_names})
-        guarded.enter_context(safely(path))
+    with ExitStack() as while_reading:
 
-    with ExitStack() as guarded:
-        intact_everywhere(check_share)
+        def check_own_share() -> None:
+            """Check every n-th file, of n ranks, so that each rank reads about as much;
+            then make it safe to read all of them until the load is over.
+            """
+            files = read_meta(path).files
+            own_names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+            check(path, {name: files[name] for name in own_names})
+            while_reading.enter_context(safely(path))
+
+        intact_everywhere(check_own_share)
         try:
             # Copies of the model divide the tensors to read and pass them on. By
             # default each one reads all.
             strategy = FullyParallelLoadStrategyWrapper(_Reading(), metadata()["dp_cp_group"])
             return dist_checkpointing.load(state, str(path), strategy)
-        # a foreign file can fail anywhere in the unpickling
-        except (Exception, CheckpointException) as error:
+        # Anything: a foreign file can fail anywhere in the unpickling.
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise MegarlError(
                 f"{path}: its files are intact, but cannot be loaded: {_last_line(error)}; start"
                 " again, in case storage or memory failed; if the checkpoint belongs to another"
@@ -248,9 +257,10 @@ class _Reading(TorchDistLoadShardedStrategy):
         loaded: StateDict = {}
 
         def read() -> None:
+            """Read this rank's part; any error becomes a MegarlError."""
             try:
                 loaded.update(super(_Reading, self).load(*args, **named))
-            except (Exception, CheckpointException) as error:
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
                 raise MegarlError(_last_line(error)) from error
 
         everywhere(read)
@@ -258,11 +268,13 @@ class _Reading(TorchDistLoadShardedStrategy):
 
 
 def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
-    """Return each rank's result of `work()`. COLLECTIVE. If only damage was found,
-    every rank raises CorruptCheckpoint.
+    """Return each rank's result of `work()`. COLLECTIVE. If a rank finds damage
+    (CorruptCheckpoint), all raise it, with the damage that any of them found. Any other
+    error on a rank comes first, as a MegarlError on all.
     """
 
     def result_or_damage() -> tuple[list[T], str]:
+        """Return the result in a list, or no result and the damage as text."""
         try:
             return [work()], ""
         except CorruptCheckpoint as error:
@@ -363,6 +375,7 @@ def _with_checksums(request: AsyncRequest, own_checksums: "Future[dict[str, int]
         return request
 
     def write_and_sum(rank: int, buckets: list[tuple[str, str, object]], results: object) -> None:
+        """Write, then read back. buckets: of each file path, name and tensors."""
         write(rank, buckets, results)
         try:
             own_checksums.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
@@ -373,6 +386,7 @@ def _with_checksums(request: AsyncRequest, own_checksums: "Future[dict[str, int]
 
 
 def _own_checksum(meta: CheckpointMeta) -> int:
+    """Return the checksum of a description without its own checksum."""
     return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(meta, checksum=0)))
 
 
@@ -456,8 +470,9 @@ dtypes.
 
 
 def _stand_in(named: Any) -> object:
-    """Return what can be called in place of a class or function, and shares no
-    attribute with it.
+    """Return what can be called in place of a class or function. It shares no attribute
+    with that, so that a pickle which sets one changes nothing of ours. Classes become
+    subclasses; an Enum and torch.Size, of which none can be made, become functions.
     """
     if isinstance(named, type) and not issubclass(named, Enum | torch.Size):
         return type(named.__name__, (named,), {"__module__": named.__module__})
@@ -484,7 +499,7 @@ def safely(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a truncated or foreign pickle can fail in any way
         raise CorruptCheckpoint(f"{path / METADATA}: unreadable: {error}") from None
-    # torch checks it in every load, even one that allows any class
+    # With this, torch unpickles only plain objects, even where a caller allows all.
     with environment({FORCE: "1"}):
         yield
 

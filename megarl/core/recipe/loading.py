@@ -43,7 +43,7 @@ SUITES = ("evaluation", "suites")
 CHAT_KEYS = ("template", "system", "template_options")
 Origin = dict[Key, str]
 """The `file:line` or the override that set each key. Under the empty key: the source of
-the whole recipe.
+the whole recipe. A key of one part is written `origin["base",]`.
 """
 
 
@@ -76,6 +76,7 @@ def _fault(error: ErrorDetails, origin: Origin) -> KeyFault:
     """Return the key and a message in this project's words for a fault that pydantic
     found.
     """
+    # pydantic puts "[key]" where the name in a mapping is wrong, not its value
     key = tuple(str(part) for part in error["loc"] if part != "[key]")
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
@@ -115,6 +116,7 @@ def _place(key: Key, origin: Origin) -> str:
 
 
 def _kind_at(key: Key) -> Any:
+    """Return the type of the value at this key of a recipe; Any if there is none."""
     kind: Any = Recipe
     for part in key:
         kind = kind_of(kind, part)
@@ -136,13 +138,13 @@ def _nearest(name: str, siblings: Sequence[str]) -> str:
     """Return the same key of another section, or the nearest one of this or any
     section; empty if none is near.
     """
-    elsewhere = dict(_keys(Recipe))
-    if name in elsewhere:
-        return elsewhere[name]
+    dotted_names = dict(_keys(Recipe))  # of the keys of all sections
+    if name in dotted_names:
+        return dotted_names[name]
     if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.5):
         return close[0]
-    if close := difflib.get_close_matches(name, elsewhere, 1, cutoff=0.8):
-        return elsewhere[close[0]]
+    if close := difflib.get_close_matches(name, dotted_names, 1, cutoff=0.8):
+        return dotted_names[close[0]]
     return ""
 
 
@@ -176,6 +178,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _is_section(kind: Any) -> typing.TypeGuard[type[BaseModel]]:
+    """Return whether a key's type is a section with keys of its own."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -271,6 +274,7 @@ def load_suite(path: Path) -> RecipeTree:
 
 
 def _overridden(tree: RecipeTree, origin: Origin, overrides: Sequence[str]) -> Recipe:
+    """Apply overrides to a tree, which changes, and return the recipe."""
     for override in overrides:
         _apply(tree, override, origin)
     return _validated(_with_suites(tree), origin)
@@ -316,9 +320,10 @@ def _read(path: Path, derived: tuple[Path, ...] = (), base: str = "") -> tuple[R
         raise MegarlError(
             f"{place}: base: {base_path} is itself derived from this recipe; give another"
         )
+    # what is set under with_base.NAME for this base is in the tree without these two
     for key, line in list(origin.items()):
-        if key[:2] == ("with_base", base_path.stem):
-            origin[key[2:] or key] = line
+        if key[:2] == ("with_base", base_path.stem) and len(key) > 2:
+            origin[key[2:]] = line
     base_tree, base_origin = _read(base_path, (path, *derived))
     merged = _merged(_merged(base_tree, tree), by_base.get(base_path.stem, {}))
     return merged, base_origin | origin
@@ -412,12 +417,12 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        return (None if node is None else loader.construct_document(node)), node
+        values = None if node is None else loader.construct_document(node)
+        return values, node
     except yaml.YAMLError:
         raise
-    except (
-        Exception
-    ) as error:  # PyYAML may raise anything while it converts a date or a tagged value
+    # PyYAML may raise anything while it converts a date or a tagged value.
+    except Exception as error:
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     finally:
         loader.dispose()
@@ -445,8 +450,9 @@ def _with_suites(tree: RecipeTree) -> RecipeTree:
 
 
 def _filled_suite(name: str, keys: Any, chat: RecipeTree) -> Any:
-    """Return a suite's keys with the shipped ones of its name and, unless it has a
-    template or an agent, whose requests get the template, those of `chat`.
+    """Return a suite's keys and, from the shipped suite of its name, those that it
+    lacks. One without a template also gets the tasks' keys of theirs (`chat`), but not
+    with an agent: an agent's requests get the template anyway.
     """
     if not isinstance(keys, dict):
         return keys
@@ -606,6 +612,7 @@ def _described(section: BaseModel, indent: str = "") -> list[str]:
 
 
 def _line(text: str, description: str | None) -> str:
+    """Return a line of YAML with a key's description as a comment."""
     return f"{text:<44}  # {description}" if description else text
 
 

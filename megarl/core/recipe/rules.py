@@ -97,6 +97,9 @@ def _advantages(r: Recipe) -> Iterator[str]:
 
 
 def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
+    """Check that a warm-up ends before the run. use: what the steps after it are for,
+    as the end of a sentence.
+    """
     if steps >= r.run.steps:
         yield (
             f"{key}: a warm-up of {steps} steps leaves none of run.steps={r.run.steps} {use};"
@@ -105,6 +108,7 @@ def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
 
 
 def _losses(r: Recipe) -> Iterator[str]:
+    """Check that the loss can take a critic's advantages."""
     if r.loss.kind == "gmpo" and r.has_critic:
         yield (
             "loss.kind: gmpo needs one advantage per rollout, but a critic gives each token its"

@@ -77,6 +77,7 @@ def merge(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def _origin(segment: Segment) -> tuple[int, bool]:
+    """Return what neighbours that are merged have in common."""
     return segment.weight_version, segment.trained
 
 

@@ -31,6 +31,7 @@ from megarl.core.client.membership import Membership, ServerLoad
 Order = tuple[int, int, int]
 """(0 for an evaluation, else 1; ticket; sample). The smallest goes first."""
 MayUse = Callable[[int, int], bool]
+"""Returns whether a request may go to a server with this id and this version."""
 DECREASE = 0.75
 """Share of the places that remains after a decrease."""
 SHORT_PROMPT = 16
@@ -78,6 +79,7 @@ class Claim:
 
 
 def _order(claim: Claim) -> Order:
+    """Return what claims are sorted by."""
     return claim.order
 
 
@@ -158,6 +160,7 @@ class Places:
     def withdraw(self, claim: Claim) -> None:
         """Forget a claim, if it still waits."""
         self.note_wait(claim, None)
+        # several claims may have the same order, as those of an agent's requests
         position = bisect_left(self.claims, claim.order, key=_order)
         while position < len(self.claims) and self.claims[position].order == claim.order:
             if self.claims[position] is claim:
@@ -178,8 +181,9 @@ class Places:
         if not self.use[server].free or self.membership.serving_version(server) is None:
             return
         for claim in self.claims:
-            waits_here = claim.home is None or claim.waits_at == server
-            if not waits_here or claim.granted.cancelled():
+            # one that may use any server, or waits at this one
+            may_take = claim.home is None or claim.waits_at == server
+            if not may_take or claim.granted.cancelled():
                 continue
             if self._grant(claim, (server,)):
                 self.claims.remove(claim)
@@ -211,6 +215,7 @@ class Places:
         peak_running = use.peak
         use.queued = load.waiting > 0
         use.peak = use.running
+        # not until enough requests have ended for the fewer places
         last_decrease_took_effect = use.running <= use.limit
         overloaded = retracted or (queued_before and use.queued)
         if overloaded:
@@ -265,6 +270,7 @@ class Places:
         return versions
 
     def _change(self, server: int, by: int) -> None:
+        """Note that `by` more requests run on the server, and count its free places."""
         use = self.use[server]
         free_before = use.free
         use.change(by)
@@ -317,7 +323,7 @@ class GroupPlaces:
             claim = self._claims.pop(rollout, None) or self._claim(rollout)
             server, _ = await claim.place()
             try:
-                if self.began is not None:
+                if self.began is not None:  # not the group's first request
                     await self._cached.wait()
             except asyncio.CancelledError:
                 self._places.give_back(server)
@@ -343,12 +349,15 @@ class GroupPlaces:
             claim.drop()
 
     def _claim(self, rollout: int) -> Claim:
+        """Claim a place for a rollout of the group, on the group's server."""
         return self._places.claim((1, self._ticket, rollout), self._may_use, self._home)
 
     def _eligible(self, version: int) -> bool:
+        """Return whether the group may be sampled with weights of this version."""
         return self._admission.eligible(self._ticket, version)
 
     def _may_use(self, _server: int, version: int) -> bool:
+        """Return whether the group may use a server of this version (a MayUse)."""
         return self._eligible(version)
 
     def _home(self) -> int | None:

@@ -257,6 +257,7 @@ class Sampler:
         waits = Waits()
 
         async def policy(request: TurnRequest) -> PolicyTurn:
+            """Sample one turn of the session (contracts.Policy)."""
             nonlocal retries
             turn = Completion(cacheable=request.cached, routed=request.routed)
             prompt = structs.replace(job.prompt, tokens=request.tokens)
@@ -270,7 +271,7 @@ class Sampler:
 
         down = None
         try:
-            rollout = await agents.session(job.prompt, job.order, policy, waits.seconds)
+            rollout = await agents.run_session(job.prompt, job.order, policy, waits.seconds)
         except AgentDown as error:
             down = error
             rollout = error.rollout
@@ -293,8 +294,9 @@ class Sampler:
     async def _turns(
         self, job: Job, completion: Completion, environment: PlayedEnvironment
     ) -> bool:
-        """Sample turns and add the environment's replies; return whether that completes
-        the rollout.
+        """Sample turns and add the environment's replies. Return whether no answer leg
+        can follow: the episode is done, or a limit was reached where the policy had
+        ended its message. The environment's stop tokens end a turn, but no message.
         """
         budget = self._before_answer(job)
         stop_tokens = (*self._ends, *environment.stop_tokens)
@@ -426,7 +428,8 @@ class Sampler:
             return
         reusable = completion.cacheable
         if reusable == 0 and sample > 0:
-            # The last token is always computed, to sample the next.
+            # The first request of a further rollout: the group's first one has cached
+            # the prompt. Its last token is always computed, to sample the next.
             reusable = len(job.prompt.tokens) - 1
         use = self.servers.places.use[server]
         use.reusable += reusable

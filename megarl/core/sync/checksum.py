@@ -76,14 +76,14 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
     `start` bytes into its parameter.
     """
     data = _bytes(piece)
-    total = _length(len(data), data.device)
-    row, column = divmod(start, COLUMNS)
+    total = _length_term(len(data), data.device)
+    row, column = divmod(start, COLUMNS)  # where the next part begins in the parameter
     edge = min(-start % COLUMNS, len(data))  # bytes that complete a row begun before the piece
-    in_rows = (len(data) - edge) // COLUMNS * COLUMNS
+    in_rows = (len(data) - edge) // COLUMNS * COLUMNS  # bytes of whole rows after that
     for part in data.split([edge, in_rows, len(data) - edge - in_rows]):
         if len(part) == 0:
             continue
-        if len(part) < COLUMNS:
+        if len(part) < COLUMNS:  # zeros on both sides make it a row, and add nothing
             part = pad(part, (column, COLUMNS - column - len(part)))
         for rows in part.view(-1, COLUMNS).split(PIECE // COLUMNS):
             keys = _row_keys(row + len(rows), data.device)[row:]
@@ -103,18 +103,18 @@ def in_whole_rows(piece: Tensor, start: int) -> bool:
 def checksum_together(pieces: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
     """Return the sum [] int64 of the checksums of several pieces of one parameter.
 
-    It takes as few operations as the checksum of one piece, for which it copies all of
-    them into one matrix. starts: where each begins in the parameter, in bytes. All are
-    `in_whole_rows`.
+    To take no more operations than for one piece, it copies all pieces into one matrix.
+    starts: where each begins in the parameter, in bytes. All are `in_whole_rows`.
     """
-    parts = [_bytes(piece).view(-1, COLUMNS) for piece in pieces]
-    firsts = [start // COLUMNS for start in starts]
-    device = parts[0].device
-    last = max(first + len(part) for first, part in zip(firsts, parts, strict=True))
-    keys = _row_keys(last, device)
-    keys_of_parts = [keys[n : n + len(part)] for n, part in zip(firsts, parts, strict=True)]
+    rows_of_pieces = [_bytes(piece).view(-1, COLUMNS) for piece in pieces]
+    first_rows = [start // COLUMNS for start in starts]
+    device = pieces[0].device
+    ends = [first + len(rows) for first, rows in zip(first_rows, rows_of_pieces, strict=True)]
+    keys = _row_keys(max(ends), device)
+    keys_of_pieces = [keys[first:end] for first, end in zip(first_rows, ends, strict=True)]
     length = sum(piece.nbytes for piece in pieces)
-    return _length(length, device) + _sum(torch.cat(parts), torch.cat(keys_of_parts))
+    sum_of_bytes = _sum(torch.cat(rows_of_pieces), torch.cat(keys_of_pieces))
+    return _length_term(length, device) + sum_of_bytes
 
 
 def checksum_on(device: torch.device, parameter: Tensor) -> Tensor:
@@ -134,17 +134,23 @@ def written(checksum: int) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's bytes [n] int8. `as_strided` gives a view of one dimension
+    whatever the tensor's own are, none included.
+    """
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
 
 
-def _length(count: int, device: torch.device) -> Tensor:
-    """Return what `count` bytes add to a checksum, [] int64, whatever they are."""
+def _length_term(count: int, device: torch.device) -> Tensor:
+    """Return what the number of bytes adds to a checksum, count x LENGTH, [] int64."""
+    # modulo 2^64, as a signed number
     signed = (count * LENGTH + 2**63) % 2**64 - 2**63
     return torch.full((), signed, dtype=torch.int64, device=device)
 
 
 def _row_keys(rows: int, device: torch.device) -> Tensor:
-    """Return the factors [rows] int64 of a parameter's first rows."""
+    """Return the factors [rows] int64 of a parameter's first rows. A power of two of
+    them is made at once, so that few lengths are cached.
+    """
     return _odd(_ROWS, 1 << rows.bit_length(), device)[:rows]
 
 
@@ -165,7 +171,7 @@ def by_product(rows: Tensor) -> Tensor:
     """
     height = len(rows)
     if rows.is_cuda and (height < FEWEST_ROWS or rows.data_ptr() % ALIGNED):
-        rows = pad(rows, (0, 0, 0, FEWEST_ROWS))
+        rows = pad(rows, (0, 0, 0, FEWEST_ROWS))  # a copy, which is aligned
     digits, place_values = _digits(rows.device)
     sums_of_digits = torch._int_mm(rows, digits)[:height, :DIGITS]
     return (sums_of_digits * place_values).sum(1)
@@ -235,6 +241,7 @@ def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
     quotients = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):
+        # the lowest byte as a signed number; what is left is a multiple of 256
         digits[n] = quotients.astype(np.uint8).view(np.int8)
         quotients = (quotients - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
     place_values = torch.tensor([256**n for n in range(DIGITS)], device=device)

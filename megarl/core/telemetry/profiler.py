@@ -36,11 +36,12 @@ class Profiler:
 
     def step(self, step: int) -> None:
         """Note that this step begins, and the previous one has ended."""
+        is_within = self._first - 1 <= step < self._end  # with a step of warm-up
         if self._running is not None:
             self._running.step()
             if step >= self._end:
                 self.stop()
-        elif self._first < self._end and self._first - 1 <= step < self._end:
+        elif self._first < self._end and is_within:
             self._start(step)
 
     def stop(self) -> None:
@@ -75,9 +76,11 @@ class Profiler:
         self._running.start()
 
     def _write(self, recorded: profile) -> None:
+        """Write the profile to its file, once it is complete."""
         path = self._path(".json.gz")
         recorded.export_chrome_trace(str(path))
         log.info("profile of the steps from %d on: %s", self._first, path)
 
     def _path(self, suffix: str) -> Path:
+        """Return the path of this rank's file with this suffix."""
         return self._folder / f"step-{self._first:07}-rank-{self._rank}{suffix}"

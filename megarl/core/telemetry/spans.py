@@ -151,6 +151,7 @@ class Spans:
             self._rows.appendleft(self._life)  # each part begins with the process
 
     def _add(self, row: TraceRow) -> None:
+        """Queue a row, once there is a file for it."""
         if self._path is not None:
             self._rows.append(row)
 

@@ -30,7 +30,7 @@ from megarl.predict.scaling.posterior import Normal
 
 WALKERS = 64
 ROUNDS = 1500
-THIN = 8
+THIN = 8  # one round in so many gives draws, as neighbouring ones are alike
 # how far a run strays from its curve, as a share of the gain, and for how long in ln n
 MISFIT = 0.03
 LENGTH = 1.5
@@ -48,8 +48,10 @@ seed's ±.015 in A corresponds to ±.04.
 
 
 class CellRun(NamedTuple):
-    """A run. curve: its `hours` are cumulative rollouts; device_hours: those of a step,
-    without start-up and evaluations.
+    """A run with one batch size: prompts per step, rollouts per prompt (`generations`).
+
+    curve: scores over the cumulative number of rollouts, which its `hours` hold;
+    device_hours: of one step, without start-up and evaluations.
     """
 
     prompts: int
@@ -64,8 +66,8 @@ class CellRun(NamedTuple):
 
 
 class CellLaw:
-    """The fitted law. theta [draws, 8]: R_0, A, ln B, ln(N / scale), α, β, δ, ε.
-    MegarlError if the runs cannot be fitted.
+    """The fitted law. theta [draws, 8]: R_0, A, ln B, ln(N / scale), α, β, δ, ε, where
+    `scale` is the largest number of rollouts. MegarlError if the runs cannot be fitted.
     """
 
     def __init__(self, runs: Sequence[CellRun]) -> None:
@@ -88,20 +90,25 @@ class CellLaw:
                 f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train"
                 " further"
             )
-        batches = np.log([run.batch for run in runs])
-        self.centre = batches.mean(0)
+        log_batches = np.log([run.batch for run in runs])
+        self.centre = log_batches.mean(0)  # ln P_0, ln G_0
         self.scale = float(points.hours.max())
         self._x = np.log(points.hours / self.scale)
-        self._cell = batches[points.curve] - self.centre
+        self._cell = log_batches[points.curve] - self.centre  # [points, 2], as in `_law`
         self._start = _prior_of_start(curves, self.y)
-        highest = float(np.sort(self.y)[-3:].mean())
+        three_highest = np.sort(self.y)[-3:]
+        highest = float(three_highest.mean())
         self.gain = max(highest - self._start.mean, 0.02)
         self._whiten = self._whitening(points.curve, points.noise)
         self.theta = _sampled(self._density, self._walkers())
 
     def _whitening(self, curve: Array, noise: Array) -> Array:
         """Return the matrix [points, points] that makes residuals independent, with a
-        variance of 1.
+        variance of 1. curve: the number of each point's curve; noise: its standard
+        error.
+
+        Points of one curve stray together: by its misfit if they are close in ln n, by
+        its offset as far as the score has risen.
         """
         gained = self.y - self._start.mean
         rise = np.clip(gained / self.gain, 0, 1)
@@ -116,13 +123,16 @@ class CellLaw:
         return np.linalg.inv(root)
 
     def _walkers(self) -> Array:
-        """Return parameters [walkers, 8] from which the sampling begins."""
+        """Return parameters [walkers, 8] from which the sampling begins: all possible
+        (`_density`), with each A at random between the highest score and 1.
+        """
         rng = np.random.default_rng(1)
         r0 = self._start.mean + 0.01 * rng.standard_normal(WALKERS)
         r0 = r0.clip(0.001, 0.95)
         highest = np.maximum(self.y.max(), r0)
         gap = 1 - highest.clip(0, 0.999)
         a = 1 - gap * rng.uniform(0.1, 0.9, WALKERS)
+        # ln B, ln(N / scale), α, β, δ, ε
         centre = np.array([LN_B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0])
         jitter = 0.05 * rng.standard_normal((WALKERS, 6))
         return np.column_stack([r0, a, centre + jitter])
@@ -131,15 +141,15 @@ class CellLaw:
         """Return the log density [walkers] of parameters [walkers, 8], up to a
         constant.
         """
-        r0, a, w, u = theta.T[:4]
-        parameters = (r0, w, *theta.T[4:])
+        r0, a, w, u, *powers = theta.T
         priors = (self._start, LN_B, POWERS, POWERS, CEILINGS, CEILINGS)
-        squares = 0
-        for values, prior in zip(parameters, priors, strict=True):
+        squares = 0  # of all deviations from prior means; A and u have flat priors
+        for values, prior in zip((r0, w, *powers), priors, strict=True):
             deviations = (values - prior.mean) / prior.deviation
             squares = squares + deviations**2
+        # u may lie as far beyond the points as PRIOR.beyond of fit.py allows.
         low = self._x.min() - 4
-        high = self._x.max() + 3  # as PRIOR.beyond
+        high = self._x.max() + 3
         allowed = (r0 > 0) & (a > r0) & (a < 1) & (u > low) & (u < high)
         errors = self.y - self._law(theta, self._cell, self._x)
         residuals = errors @ self._whiten.T
@@ -148,9 +158,10 @@ class CellLaw:
 
     def _law(self, theta: Array, cell: Array, x: Array) -> Array:
         """Return scores [draws, points]. cell: [points, 2] logarithms of P and G,
-        relative to the centre.
+        relative to the centre. x: [points] logarithms of rollouts / scale. Parameters
+        that `_density` rules out are clipped, so that nothing overflows.
         """
-        r0, a, w, u = theta.T[:4, :, None]
+        r0, a, w, u = theta.T[:4, :, None]  # [draws, 1] each
         gap_powers = theta[:, 6:] @ cell.T
         gap_factor = np.exp(-gap_powers.clip(-20, 20))
         gap = 1 - a.clip(0, 1)
@@ -162,8 +173,9 @@ class CellLaw:
         return np.asarray(r0 + gain * share)
 
     def scores(self, cells: Array, rollouts: Array) -> Array:
-        """Return draws [draws, cells] of other runs' scores. cells: [cells, 2] prompts
-        and generations; rollouts: [cells].
+        """Return draws [draws, cells] of the scores of further runs, one per cell.
+        cells: [cells, 2] prompts and generations; rollouts: [cells]. A run strays from
+        the law as far as the law's score has risen.
         """
         cell = np.log(cells) - self.centre
         x = np.log(rollouts / self.scale)
@@ -176,6 +188,9 @@ class CellLaw:
 
 
 def _prior_of_start(curves: Sequence[Curve], scores: Array) -> Normal:
+    """Return the prior of R_0: around the score before training or, if no curve has
+    one, widely around the lowest score.
+    """
     score_before, _ = before_training(curves, None)
     if score_before is None:
         return Normal(float(scores.min()), 0.2)
@@ -183,7 +198,13 @@ def _prior_of_start(curves: Sequence[Curve], scores: Array) -> Normal:
 
 
 def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
-    """Return draws [draws, dimensions] from the last two thirds of the rounds."""
+    """Return draws [draws, dimensions] of a density by the stretch move.
+
+    density: returns log densities [n] of parameters [n, dimensions]; walkers:
+    [WALKERS, dimensions], where it begins. Each half of the walkers moves in turn, each
+    walker along the line through one of the other half. The first third of the rounds
+    only leads away from the beginning, and has no draws.
+    """
     rng = np.random.default_rng(0)
     position = walkers
     value = density(walkers)
@@ -192,8 +213,9 @@ def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
     dimensions = walkers.shape[1]
     first_half = slice(half)
     second_half = slice(half, None)
-    for n in range(ROUNDS):
+    for number in range(ROUNDS):
         for moving, fixed in ((first_half, second_half), (second_half, first_half)):
+            # from 1/2 to 2, with a density proportional to 1 / √stretch
             stretch = (rng.random(half) + 1) ** 2 / 2
             partners = rng.integers(half, size=half)
             anchor = position[fixed][partners]
@@ -206,6 +228,6 @@ def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
             accepted = np.log(rng.random(half)) < log_ratio
             position[moving] = np.where(accepted[:, None], proposed, present)
             value[moving] = np.where(accepted, proposed_value, present_value)
-        if n >= ROUNDS // 3 and n % THIN == 0:
+        if number >= ROUNDS // 3 and number % THIN == 0:
             draws.append(position.copy())
     return np.concatenate(draws)

@@ -22,6 +22,7 @@ from megarl.predict.scaling.fit import WIDE_INTERVAL, Fit, FitOptions, fit
 from megarl.predict.scaling.points import Curve, amount, unit_name
 
 SAME_CEILING = 0.02
+SAME_HOURS = 0.03  # of the larger amount
 
 Runs = Mapping[str, Sequence[Curve]]
 Overtakes = tuple[tuple[str, float], ...]
@@ -96,8 +97,10 @@ class RunComparison(NamedTuple):
 
 
 def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
-    """Compare all runs with the first that can be fitted. options: of `fit`; ceiling:
-    the common A, by default their mean.
+    """Compare each run with the first that can be fitted. options: of `fit`, but each
+    run is fitted with an A of its own, and `ceiling` is the common A, by default the
+    mean of all. MegarlError if runs have different units of compute, or if one has
+    passed that ceiling.
     """
     units = {unit_name(curve.unit) for curves in runs.values() for curve in curves}
     if len(units) > 1:
@@ -118,12 +121,13 @@ def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
         reference = fitted[0]
         if abs(reference.fit.A - challenger.fit.A) <= SAME_CEILING:
             both = [reference, challenger]
-            common = at_ceiling
+            both_at_ceiling = at_ceiling
             distances = [abs(run.fit.A - ceiling) for run in both]
             if not fixed_ceiling and max(distances) > SAME_CEILING:
+                # The two agree with each other, but not with the mean of all runs.
                 their_ceiling = _mean_ceiling(run.fit for run in both)
-                common = _refitted(runs, both, options, their_ceiling)
-            text = _exponents(reference, challenger, common)
+                both_at_ceiling = _refitted(runs, both, options, their_ceiling)
+            text = _exponents(reference, challenger, both_at_ceiling)
         else:
             text = _ceiling(reference, challenger)
         speed = _speed(reference, challenger)
@@ -133,7 +137,9 @@ def compare(runs: Runs, **options: Unpack[FitOptions]) -> RunComparison:
 
 
 def _fit_each(runs: Runs, options: FitOptions) -> list[RunFit]:
-    """Fit each run with a ceiling of its own."""
+    """Fit each run with a ceiling of its own; return also runs that cannot be fitted,
+    with the problem.
+    """
     free: FitOptions = {**options, "ceiling": None}
     entries = []
     for name, curves in runs.items():
@@ -153,6 +159,7 @@ def _refitted(
 
 
 def _refuse_passed_ceiling(ceiling: float, fitted: Sequence[NamedFit]) -> None:
+    """Raise MegarlError if a run's own curve ends clearly above this A."""
     for name, run_fit in fitted:
         last_score = float(run_fit(run_fit.hours[-1:])[0])
         if last_score > ceiling + SAME_CEILING:
@@ -169,16 +176,16 @@ def _mean_ceiling(fits: Iterable[Fit]) -> float:
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> Overtakes:
-    """Return (name, hours) for each change of lead, up to ten times the compute seen;
-    differences below noise do not count.
+    """Return (name, hours) for each change of lead, up to ten times the compute seen.
+    A lead counts if it comes to exceed the noise, and then from where the curves cross.
     """
     starts, ends = zip(a.window, b.window, strict=True)
     hours = np.geomspace(max(starts), 10 * max(ends), 2000)
     difference = a(hours) - b(hours)
     noise = max(a.rmse, b.rmse, 1e-3)
-    clear = np.flatnonzero(np.abs(difference) > noise)
+    points_above_noise = np.flatnonzero(np.abs(difference) > noise)
     changes: list[tuple[str, float]] = []
-    for n in clear:
+    for n in points_above_noise:
         leader = name_a if difference[n] > 0 else name_b
         if not changes:
             changes.append((leader, float(hours[n])))
@@ -194,7 +201,7 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
     """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1),
     which lie on a line of slope B. Scores outside R_0 … A give no point.
     """
-    gain = max(fit.A - fit.R_0, 1e-300)
+    gain = max(fit.A - fit.R_0, 1e-300)  # of a constant fit not 0
     share = (pass_rate - fit.R_0) / gain
     inside = (share > 0) & (share < 1)
     log_odds_against = np.log10(1 / share[inside] - 1)
@@ -202,12 +209,12 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
     return np.log10(hours[inside]), log_f
 
 
-def _exponents(a: NamedFit, b: NamedFit, common: Mapping[str, Fit]) -> str:
-    """Return sentences on the exponents of two runs of one ceiling. common: their fits
-    at that ceiling.
+def _exponents(a: NamedFit, b: NamedFit, at_ceiling: Mapping[str, Fit]) -> str:
+    """Return sentences on the exponents of two runs of one ceiling. at_ceiling: their
+    fits at that ceiling, by name.
     """
-    fit_a = common[a.name]
-    fit_b = common[b.name]
+    fit_a = at_ceiling[a.name]
+    fit_b = at_ceiling[b.name]
     differs = "B does not differ measurably"
     conjunction = "and"
     low_a, high_a = fit_a.B_interval
@@ -243,7 +250,7 @@ def _ceiling(a: NamedFit, b: NamedFit) -> str:
 
 def _speed(a: NamedFit, b: NamedFit) -> str:
     """Return a sentence on which run needs less compute for half of the gain that both
-    can make.
+    can make. Differences of up to SAME_HOURS are none.
     """
     r0 = max(a.fit.R_0, b.fit.R_0)
     ceiling = min(a.fit.A, b.fit.A)
@@ -252,7 +259,7 @@ def _speed(a: NamedFit, b: NamedFit) -> str:
     hours_b = hours_of(b.fit, halfway)
     fewer = min(hours_a, hours_b)
     more_hours = max(hours_a, hours_b)
-    if halfway <= r0 or more_hours - fewer <= 0.03 * more_hours:
+    if halfway <= r0 or more_hours - fewer <= SAME_HOURS * more_hours:
         return "Neither is quicker to half of the gain both can make."
     quicker = a.name if hours_a < hours_b else b.name
     return (
@@ -262,7 +269,9 @@ def _speed(a: NamedFit, b: NamedFit) -> str:
 
 
 def _lead(changes: Overtakes, a: NamedFit, b: NamedFit) -> str:
-    """Return a sentence on which run is ahead, and from how much compute on."""
+    """Return a sentence on which run is ahead, and from how much compute on. changes:
+    from `overtakes`.
+    """
     if not changes:
         return "Their curves stay within the noise of the fits."
     measured_until = min(a.fit.window[1], b.fit.window[1])

@@ -50,16 +50,16 @@ class Reached(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Later:
-    """How well the fit predicted points after its window. Errors are measured −
-    predicted.
+class LaterErrors:
+    """How well the fit predicted the `n` points after its window, up to `until` hours.
+    Errors are measured − predicted.
     """
 
     n: int
     until: float
     mean_error: float
     largest_error: float
-    inside: int  # points inside the interval, which is widened by the fit's residual noise
+    inside: int  # points inside the 95 % interval, which is widened by the fit's residual noise
 
 
 def predict(fit: Fit, hours: np.ndarray) -> Prediction:
@@ -70,12 +70,14 @@ def predict(fit: Fit, hours: np.ndarray) -> Prediction:
 
 
 def hours_to(fit: Fit, score: float) -> Reached:
-    """Return the compute at which the curve passes `score`."""
+    """Return the compute at which the curve passes `score`, looked for up to a thousand
+    times the compute of the last point.
+    """
     grid = np.geomspace(fit.hours[0] / BEFORE, fit.window[1] * 1000, 240)
     band = predict(fit, grid)
-    hours = _first(grid, band.pass_rate, score)
-    earliest = _first(grid, band.high, score)
-    latest = _first(grid, band.low, score)
+    hours = _hours_of_first(grid, band.pass_rate, score)
+    earliest = _hours_of_first(grid, band.high, score)
+    latest = _hours_of_first(grid, band.low, score)
     return Reached(hours, (earliest, latest))
 
 
@@ -87,7 +89,9 @@ FAR = 10.0
 
 
 def doubts(fit: Fit, hours: float | None) -> Iterator[str]:
-    """Yield one sentence if a prediction at `hours` is far beyond the points."""
+    """Yield one sentence if a prediction at `hours` is far beyond the points. None:
+    nothing is predicted at given hours.
+    """
     if hours is None:
         return
     multiple = hours / fit.window[1]
@@ -98,7 +102,7 @@ def doubts(fit: Fit, hours: float | None) -> Iterator[str]:
         )
 
 
-def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
+def errors_of_later_points(fit: Fit, curves: Sequence[Curve]) -> LaterErrors | None:
     """Compare the fit with points at more compute than its window; None if there are
     none.
     """
@@ -111,10 +115,10 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     band = _interpolated_band(fit, hours)
     errors = all_rates[is_later] - band.pass_rate
     freedom = max(1, fit.n - len(fit.theta))
-    noise = 1.96 * math.sqrt(fit.sse / freedom)
+    noise = 1.96 * math.sqrt(fit.sse / freedom)  # 95 % of a score's deviations from the fit
     below = np.hypot(band.pass_rate - band.low, noise)
     above = np.hypot(band.high - band.pass_rate, noise)
-    return Later(
+    return LaterErrors(
         n=len(hours),
         until=float(hours.max()),
         mean_error=float(errors.mean()),
@@ -144,15 +148,17 @@ def forecast(
     evaluations; return columns of eval.jsonl.
 
     The budget, i.e. compute at the last step, is the present compute times steps /
-    step. `predicted_rest_high`: the gain from the rest of the budget, at the upper end
-    of its 95 % interval. `predicted_least`, `predicted_most`: the lower and the higher
+    step. `predicted_gain`: the median gain from FURTHER_HOURS more.
+    `predicted_rest_high`: the gain from the rest of the budget, at the upper end of
+    its 95 % interval. `predicted_least`, `predicted_most`: the lower and the higher
     of the curve's values now and at the end, each with the outer end of its interval;
     all later scores should lie between them (core/evaluation/departure.py). Empty if
-    there are too few scores, or no curve fits. score: the column to forecast,
-    `pass_rate` or that of a task or suite, such as `pass_rate/math`.
+    there are too few scores, or no curve fits. metrics: rows of metrics.jsonl, for the
+    end of the first epoch. score: the column to forecast, `pass_rate` or that of a task
+    or suite, such as `pass_rate/math`.
     """
     last = evaluations[-1]
-    if not last["step"]:
+    if not last["step"]:  # only the score before training is known
         return {}
     if last.get("compute_unit") == "gpu":
         # Later epochs do not matter, and of a long run there are gigabytes.
@@ -164,8 +170,9 @@ def forecast(
         return {}
     hours = last["compute_hours"]
     budget = hours * max(1.0, steps / last["step"])
-    at = np.array([hours, hours + FURTHER_HOURS[fit.unit], budget])
-    draws = fit.posterior.scores(FORMS[fit.form].x(at, fit.scale))  # [draws, 3]
+    three_hours = np.array([hours, hours + FURTHER_HOURS[fit.unit], budget])
+    x = FORMS[fit.form].x(three_hours, fit.scale)
+    draws = fit.posterior.scores(x)  # [draws, 3]
     present, further, final = draws.T
     middle, low, high = np.quantile(final, INTERVAL)
     lower = np.minimum(present, final)
@@ -188,11 +195,11 @@ def forecast(
 
 def inverse(fit: Fit, score: float) -> float:
     """Return the compute at which the fitted curve passes `score`: 0 if it begins
-    above, infinite if it ends below.
+    above, infinite if it ends below or is constant.
     """
-    share = math.inf
-    if fit.A != fit.R_0:
-        share = (score - fit.R_0) / (fit.A - fit.R_0)
+    if fit.A == fit.R_0:
+        return math.inf
+    share = (score - fit.R_0) / (fit.A - fit.R_0)
     if share >= 1:
         return math.inf
     if share <= 0:
@@ -203,9 +210,10 @@ def inverse(fit: Fit, score: float) -> float:
     return max(0.0, form.hours(x, fit.scale))
 
 
-def _first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
-    """Return the compute at which the score is first reached, interpolated; 0 if below
-    the grid, infinite if never.
+def _hours_of_first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
+    """Return the compute at which `scores`, [points] at ascending `hours`, first reach
+    this score, interpolated in its logarithm; 0 if the first point has reached it,
+    infinite if none has.
     """
     above = np.flatnonzero(scores >= score)
     if not len(above):

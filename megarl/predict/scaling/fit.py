@@ -215,7 +215,9 @@ def fit(
 
 
 def _r0_prior(form: Form, earliest: float, score_before: float | None, r0_from: R0From) -> Normal:
-    """Return the prior of R_0. earliest: the lowest first score of the curves."""
+    """Return the prior of R_0. earliest: the lowest first score of the curves, which
+    have gained something by then.
+    """
     if score_before is None:
         return Normal(0.7 * earliest, 0.5 * earliest + 0.05)
     if r0_from == "given" or form.name == "power":  # the power law cannot tell R_0 from C_mid
@@ -262,6 +264,7 @@ def _described(
     scores = points.scores
     a, u, w, r0 = theta.tolist()
     low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
+    # An interval contains its parameter, also where the best fit is an unlikely one.
     low = np.minimum(low, theta).tolist()
     high = np.maximum(high, theta).tolist()
     share = form.share(np.exp(w) * (x - u))
@@ -269,7 +272,7 @@ def _described(
     residuals = scores - fitted
     deviations = scores - scores.mean()
     sse = float((residuals**2).sum())
-    spread = float((deviations**2).sum())
+    total = float((deviations**2).sum())
     return Fit(
         form=form.name,
         A=a,
@@ -278,7 +281,7 @@ def _described(
         R_0=r0,
         sse=sse,
         rmse=math.sqrt(sse / len(scores)),
-        r2=1 - sse / spread,
+        r2=1 - sse / total,
         n=len(scores),
         window=(float(points.hours[0]), scale),
         A_interval=(low[0], high[0]),
@@ -297,8 +300,9 @@ def _described(
 
 
 def before_training(curves: Sequence[Curve], r0: float | None) -> tuple[float | None, R0From]:
-    """Return the score before training (None: to be estimated) and its origin. Seeds
-    begin with equal weights: their mean. r0: the score, if the user states it.
+    """Return the score before training (None: to be estimated) and its origin. It is
+    the mean of the curves' scores, because all seeds begin with equal weights. r0: the
+    score, if the user states it.
     """
     if r0 is not None:
         if not 0 <= r0 < 1:
@@ -315,8 +319,10 @@ def before_training(curves: Sequence[Curve], r0: float | None) -> tuple[float | 
 def _refuse(
     name: str, form: Form, points: "WindowedPoints", r0: float | None, ceiling: float | None
 ) -> None:
-    """Raise MegarlError if no curve can be fitted to these points."""
-    parameters = 2
+    """Raise MegarlError if no curve can be fitted to these points. r0: the score before
+    training, None if R_0 is to be estimated; ceiling: A, None if it is to be fitted.
+    """
+    parameters = 2  # B and C_mid
     give_r0 = ""
     if r0 is None:
         parameters += 1
@@ -347,7 +353,7 @@ def _refuse(
 
 # The paper's own procedure: the sum of squares for each A of a list and a fine grid of
 # C_mid and B; the smallest wins.
-GRID = (64, 40)  # numbers of values of u and w
+GRID = (64, 40)  # numbers of values of u and w (forms.py)
 INSIDE = 48  # more values of u among the points, where a steep curve may have a minimum in each gap
 FINER = 9  # values on each axis around the best cell, in each of ROUNDS grids
 ROUNDS = 40
@@ -398,8 +404,11 @@ def least_squares(
 def _errors(
     form: Form, x: Array, y: Array, a: Array, u: Array, w: Array, r0_bounds: tuple[float, float]
 ) -> tuple[Array, Array]:
-    """Return sums of squares and the best R_0, both [ceilings, cells]. a: [ceilings,
-    1]; u, w: [1 or ceilings, cells].
+    """Return sums of squares and the best R_0, both [ceilings, cells]. x, y: [points];
+    a: [ceilings, 1]; u, w: [1 or ceilings, cells].
+
+    The law is R_0 q + A s, with q = 1 − s. So R_0 follows from sums over the points of
+    products of q, s and y, which `qq`, `sq`, … are named after.
     """
     steepness = np.exp(w)[..., None]
     from_middle = x - u[..., None]
@@ -411,7 +420,7 @@ def _errors(
     ys = s @ y
     yq = q @ y
     yy = float(y @ y)
-    r0 = (yq - a * sq) / np.maximum(qq, 1e-300)
+    r0 = (yq - a * sq) / np.maximum(qq, 1e-300)  # qq is 0 where all points are at the ceiling
     r0 = np.clip(r0, *r0_bounds)
     # The square of y - r0 q - a s, term by term.
     errors = yy - 2 * r0 * yq - 2 * a * ys
@@ -436,7 +445,10 @@ class WindowedPoints(NamedTuple):
 
 
 def windowed(curves: Sequence[Curve], start: float | None, end: float | None) -> WindowedPoints:
-    """Return the points of all curves in the window, with remarks on it."""
+    """Return the points of all curves in the window, with remarks on it. start, end:
+    its hours; None: each curve's default start, and no end. MegarlError if the window
+    is empty, or the curves have different units.
+    """
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
     if start is not None and end is not None and start >= end:
@@ -444,7 +456,7 @@ def windowed(curves: Sequence[Curve], start: float | None, end: float | None) ->
     remarks: list[str] = []
     hours = []
     scores = []
-    numbers = []
+    curve_numbers = []
     noises = []
     for number, curve in enumerate(curves):
         low = _default_start(curve, end, remarks) if start is None else start
@@ -452,7 +464,7 @@ def windowed(curves: Sequence[Curve], start: float | None, end: float | None) ->
         inside = (curve.hours >= low) & (curve.hours <= high)
         hours.append(curve.hours[inside])
         scores.append(curve.pass_rate[inside])
-        numbers.append(np.full(len(inside), number)[inside])
+        curve_numbers.append(np.full(inside.sum(), number))
         noises.append(_noise(curve)[inside])
     all_hours = np.concatenate(hours)
     order = np.argsort(all_hours, kind="stable")
@@ -460,7 +472,7 @@ def windowed(curves: Sequence[Curve], start: float | None, end: float | None) ->
     return WindowedPoints(
         all_hours[order],
         np.concatenate(scores)[order],
-        np.concatenate(numbers)[order],
+        np.concatenate(curve_numbers)[order],
         noise if np.isfinite(noise).all() else None,
         tuple(dict.fromkeys(remarks)),
     )
@@ -474,21 +486,24 @@ def _noise(curve: Curve) -> Array:
 
 
 def _default_start(curve: Curve, end: float | None, remarks: list[str]) -> float:
-    """Return the hours before which points are left out by default; add a remark if
-    none can be.
+    """Return the hours before which points are left out by default: the end of the
+    first epoch, or on GPUs EARLY_HOURS if that is earlier. Return 0, and add a remark,
+    if too few points would be left. end: of the window.
     """
-    epoch = math.inf if curve.first_epoch is None else curve.first_epoch
+    epoch_end = math.inf if curve.first_epoch is None else curve.first_epoch
     if curve.unit == "gpu":
-        early = min(epoch, EARLY_HOURS)
+        early = min(epoch_end, EARLY_HOURS)
     elif curve.first_epoch is None:
         early = 0.0
     else:
-        early = epoch
+        early = epoch_end
     hours = curve.hours if end is None else curve.hours[curve.hours <= end]
     later = (hours >= early).sum()
     if later >= ENOUGH or not (hours < early).any():
         return early if math.isfinite(early) else 0.0
-    period = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    period = f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    if early == epoch_end:
+        period = "the first epoch"
     remarks.append(
         f"{period} could not be left out ({later} of {len(hours)} points are later): early points,"
         " where the law does not hold yet, are in the fit"
@@ -505,7 +520,7 @@ STREAKS = 2.6
 
 def doubts(fit: Fit) -> Iterator[str]:
     """Yield one sentence for each thing that the fit's points do not support."""
-    low, high = fit.ceilings
+    low, high = fit.ceilings  # equal if the user gave A
     a_low, a_high = fit.A_interval
     if fit.r0_from == "estimate":
         yield (
@@ -543,9 +558,9 @@ def doubts(fit: Fit) -> Iterator[str]:
 
 
 def _fall(scores: np.ndarray) -> float:
-    """Return how far the mean of the last quarter is below that of the best quarter; 0
-    if noise (3 deviations) explains it. Noise is estimated from differences between
-    neighbours, whose variance is twice that of the noise.
+    """Return how far the mean of the last quarter of the scores is below that of the
+    best quarter; 0 if noise (3 deviations) explains it. Noise is estimated from
+    differences between neighbours, whose variance is twice that of the noise.
     """
     width = max(2, len(scores) // 4)
     means = np.convolve(scores, np.ones(width) / width, mode="valid")
@@ -560,6 +575,7 @@ def _in_streaks(fit: Fit) -> bool:
     be.
     """
     residual = fit.pass_rate - fit(fit.hours)
+    # Residuals as small as what rounding to three digits leaves tell nothing.
     if fit.n < FEW_POINTS or fit.rmse < 5e-4:
         return False
     products = float((residual[1:] * residual[:-1]).sum())

@@ -26,16 +26,17 @@ Array = np.ndarray
 @dataclass(frozen=True)
 class Form:
     """A form of curve. Internally z = e^w · (x − u), where x is compute / `scale` (the
-    fit's largest), or its logarithm.
+    fit's largest), or its logarithm; u is the x of C_mid, and w the logarithm of B in
+    units of x.
     """
 
     name: str
-    log: bool
+    log: bool  # x is the logarithm
     share: Callable[[Array], Array]  # s as a function of z
     inverse: Callable[[float], float]  # z as a function of s
     below: float  # how far u may lie below the smallest x; `above`: how far above the largest
     above: float
-    w_bounds: tuple[float, float]
+    w_bounds: tuple[float, float]  # the least and the largest w
 
     def x(self, hours: Array, scale: float) -> Array:
         """Return x for amounts of compute above 0."""
@@ -46,7 +47,7 @@ class Form:
         return scale * (math.exp(x) if self.log else x)
 
     def b(self, w: float, scale: float) -> float:
-        """Return the exponent B, which of the logistic curve is per hour."""
+        """Return the exponent B for a w; that of the logistic curve is per hour."""
         return math.exp(w) if self.log else math.exp(w) / scale
 
 
@@ -55,10 +56,12 @@ def _logistic(z: Array) -> Array:
 
 
 def _logit(s: float) -> float:
+    """Return z for a share s from 0 to 1, the inverse of `_logistic`."""
     return math.log(s / (1 - s))
 
 
 def _rise(z: Array) -> Array:
+    """Return 1 − e^−z; 0 for z below 0, where the power law has not begun to rise."""
     return -np.expm1(-np.maximum(z, 0.0))
 
 

@@ -34,10 +34,10 @@ FALSE_ALARMS = 0.05
 evaluated, for known Gaussian noise.
 """
 LEAST = 3  # fewest evaluations for a line
-# share of the deviation between prompts; with right and wrong answers, about 0.04 of
-# pass rate
+# most by which mean scores are taken to stray, as a share of the deviation between
+# prompts; with right and wrong answers, about 0.04 of pass rate
 STRAYS = 0.1
-PRIOR = 2  # second differences
+PRIOR = 2  # second differences whose weight the bound STRAYS has in an estimate
 RISES = 2.0  # standard errors by which a score must have risen to count as rising
 
 
@@ -59,13 +59,13 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     """
     from scipy.special import stdtrit  # slow to import, and few runs have a trusted grader
 
-    number = len(steps) - 1
+    number = len(steps) - 1  # of the newest evaluation, counted from 0
     prompts = trusted.shape[1]
     if number < LEAST or prompts < 2:
         return None
-    # Evaluation number n gets a share 1 / (n (n + 1)) of the false alarms, so that all
-    # shares sum to 1. Each of the at most n lines that end there gets an n-th of that
-    # share.
+    # Evaluation number n may cause a share 1 / (n (n + 1)) of the false alarms; all
+    # shares sum to 1. Each of the at most n lines that end there may cause an n-th of
+    # that share.
     false_alarms = FALSE_ALARMS / (number**2 * (number + 1))
     limit = float(stdtrit(prompts - 1, 1 - false_alarms))
     trusted_strays = straying(trusted)
@@ -83,23 +83,24 @@ def trend(
     steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0
 ) -> tuple[float, float]:
     """Return the change of a line through the scores [evaluations, prompts] from
-    evaluation `since` to the last, and that change in standard errors. strays: from
-    `straying`.
+    evaluation `since` (counted from 0) to the last, and that change in standard errors.
+    steps: [evaluations], the first of which may be 0; strays: from `straying`.
     """
     log_steps = np.log1p(steps / steps[1])
     x = log_steps[since:]
-    line = x - x.mean()
+    from_middle = x - x.mean()
     length = x[-1] - x[0]
-    weights = line * length / (line @ line)
+    # A least-squares line's slope is from_middle @ scores / from_middle @ from_middle.
+    weights = from_middle * length / (from_middle @ from_middle)
     changes = weights @ scores[since:]  # [prompts]
     change = float(changes.mean())
     over_prompts = changes.std(ddof=1) / math.sqrt(len(changes))
     over_evaluations = strays * float(np.linalg.norm(weights))
     error = max(over_prompts, over_evaluations)
-    rounding = 1e-9 * float(np.abs(scores).max())
-    if error + rounding <= 0:
+    rounding = 1e-9 * float(np.abs(scores).max())  # a change this small is none
+    if error + rounding <= 0:  # all scores are 0
         return change, 0.0
-    return change, float(changes.mean() / max(error, rounding))
+    return change, change / max(error, rounding)
 
 
 def straying(scores: np.ndarray) -> float:
@@ -127,14 +128,14 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
     results must be on disk. Tasks without a trusted grader have none. With several
     tasks the columns end in `/TASK`.
     """
-    folders: dict[int, Path] = {}
+    folders: dict[int, Path] = {}  # by step; a restarted run may have later ones, too
     for path in sorted(rundir.evaluations.glob("step-*")):
         if CHECKPOINT.fullmatch(path.name) and step_of(path) <= version:
             folders[step_of(path)] = path
     row: Row = {}
     for name in tasks:
         if version not in folders or not _scores(SuiteDir(folders[version], name)):
-            continue  # without a read of all earlier results
+            continue  # there is nothing to judge, so earlier results are not read
         passed = _judged(name, folders)
         suffix = f"/{name}" if len(tasks) > 1 else ""
         row[f"warning_overoptimisation{suffix}"] = float(passed is not None)
@@ -146,7 +147,9 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
 
 
 def _judged(task: str, folders: Mapping[int, Path]) -> PassedPeak | None:
-    """Judge a task from the results of its evaluations. folders: by step."""
+    """Judge a task from the results of its evaluations, as `judge` does. folders: of
+    all evaluations, by ascending step; at least one must have scores.
+    """
     by_step = {}
     for step, folder in folders.items():
         if scores := _scores(SuiteDir(folder, task)):
@@ -154,8 +157,8 @@ def _judged(task: str, folders: Mapping[int, Path]) -> PassedPeak | None:
     common = set.intersection(*(set(scores) for scores in by_step.values()))
     prompts = sorted(common)  # in every evaluation
     pairs = [scores[prompt] for scores in by_step.values() for prompt in prompts]
-    both = np.array(pairs).reshape(len(by_step), len(prompts), 2)
-    proxy, trusted = both.transpose(2, 0, 1)
+    both = np.array(pairs).reshape(len(by_step), len(prompts), 2)  # (proxy, trusted)
+    proxy, trusted = both.transpose(2, 0, 1)  # [evaluations, prompts] each
     return judge(np.array(list(by_step)), proxy, trusted)
 
 

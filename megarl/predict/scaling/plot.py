@@ -49,8 +49,9 @@ def plot_fits(
     until: float | None = None,
     laws: Sequence[Law] = (),
 ) -> list[Path]:
-    """Write the picture as PNG, SVG and HTML. until: hours up to which curves are
-    drawn; laws: published fits to draw too.
+    """Write the picture as PNG, SVG and HTML; return the files. until: hours up to
+    which curves are drawn; laws: published fits to draw too. MegarlError if there is
+    no point, or if published fits and points have different units.
     """
     all_curves = [curve for curves, _ in series.values() for curve in curves]
     hours = np.concatenate([curve.hours for curve in all_curves])
@@ -130,8 +131,8 @@ def _add_legend(axes: Axes) -> None:
 
 
 def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[Path]:
-    """Plot log F against log C. If the law holds, the points lie on a line of slope
-    B.
+    """Plot log F against log C (compare.py, `efficiency`), with a line of slope B, on
+    which the points lie if the law holds. Return the files written.
     """
     from megarl.predict.scaling.compare import efficiency
 
@@ -154,7 +155,7 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
 
 def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]:
     """Plot the slices that have a curve, over the logarithm of compute: one row per
-    task or suite, one panel per kind.
+    task or suite, one panel per kind. Return the files written.
     """
     curves: dict[Slice, Curve] = {}
     for part in parts:
@@ -203,7 +204,7 @@ def _slice_line(part: Slice, curve: Curve, color: str, end: float) -> _Line:
 def _draw(axes: Axes, line: _Line, end: float) -> None:
     """Draw an entry's points and, if it was fitted, its curve up to `end` hours."""
     for curve in line.curves:
-        inside = used(curve, line.fit)
+        inside = in_window(curve, line.fit)
         _draw_points(axes, line.color, curve, inside, fill="full")
         _draw_points(axes, line.color, curve, ~inside, fill="none")
     if line.fit is None or line.band is None:
@@ -214,6 +215,7 @@ def _draw(axes: Axes, line: _Line, end: float) -> None:
 
 
 def _draw_points(axes: Axes, color: str, curve: Curve, chosen: np.ndarray, *, fill: str) -> None:
+    """Draw the chosen points, [points] bool. fill: matplotlib's `full` or `none`."""
     hours = curve.hours[chosen]
     rates = curve.pass_rate[chosen]
     axes.plot(hours, rates, "o", color=color, markersize=3.5, fillstyle=fill, zorder=3)
@@ -221,7 +223,8 @@ def _draw_points(axes: Axes, color: str, curve: Curve, chosen: np.ndarray, *, fi
 
 def _draw_curve(axes: Axes, name: str, color: str, fit: Fit, band: Prediction, end: float) -> None:
     """Draw a fit with its band, asymptote and midpoint, up to `end` hours or its last
-    point; what lies beyond its window is in the style of extrapolation.
+    point, whichever is later; what lies beyond its window is in the style of
+    extrapolation.
     """
     first, last = fit.window
     window_hours = np.linspace(first, last, 300)
@@ -239,8 +242,10 @@ def _draw_curve(axes: Axes, name: str, color: str, fit: Fit, band: Prediction, e
         axes.axvline(fit.C_mid, color=color, linewidth=0.8, linestyle=":")
 
 
-def used(curve: Curve, fit: Fit | None) -> np.ndarray:
-    """Return [points] bool: whether a point is in the fit's window."""
+def in_window(curve: Curve, fit: Fit | None) -> np.ndarray:
+    """Return [points] bool: whether a point is in the fit's window. Without a fit none
+    is.
+    """
     if fit is None:
         return np.zeros(len(curve.hours), dtype=bool)
     first, last = fit.window
@@ -248,13 +253,13 @@ def used(curve: Curve, fit: Fit | None) -> np.ndarray:
 
 
 def _page_series(line: _Line) -> dict[str, object]:
-    """Return the page's data on an entry. points: hours, rate, in the window?, name;
-    curve: hours, rate, low, high.
+    """Return the page's data on an entry. Each of its `points` is [hours, rate, whether
+    it is in the window, name], and each of `curve` [hours, rate, low, high].
     """
     points: list[list[object]] = []
     for curve in line.curves:
-        in_window = used(curve, line.fit)
-        for hours, rate, inside in zip(curve.hours, curve.pass_rate, in_window, strict=True):
+        fitted = in_window(curve, line.fit)
+        for hours, rate, inside in zip(curve.hours, curve.pass_rate, fitted, strict=True):
             points.append([float(hours), float(rate), bool(inside), curve.name])
     band: list[list[float]] = []
     if line.band is not None:
@@ -269,6 +274,7 @@ def _page_series(line: _Line) -> dict[str, object]:
 
 
 def _rows(*columns: np.ndarray) -> list[list[float]]:
+    """Return [points][columns] of columns [points]."""
     rows: list[list[float]] = np.stack(columns, axis=1).tolist()
     return rows
 

@@ -70,8 +70,8 @@ class PointColumns:
 
 
 class _Point(NamedTuple):
-    """A score. is_start: whether it is that of the weights before training; answers: of
-    which it is the mean, None: unknown.
+    """A score. is_start: whether it is that of the weights before training; answers:
+    the number of answers of which it is the mean, None: unknown.
     """
 
     hours: float
@@ -84,7 +84,8 @@ def binomial_noise(rates: np.ndarray, answers: float | np.ndarray) -> np.ndarray
     """Return the standard error of scores [points], each the mean of this many answers,
     right or wrong.
     """
-    # A perfect score is not without noise, nor is a single answer.
+    # A score of 0 or 1 is taken as one answer away from it, since it is not without
+    # noise; that of a single answer is taken as 1/2.
     lowest = 1 / np.maximum(answers, 2)
     rates = np.clip(rates, lowest, 1 - lowest)
     return np.asarray(np.sqrt(rates * (1 - rates) / answers))
@@ -102,13 +103,15 @@ def unit_name(unit: str) -> str:
 
 
 def read_points(source: str | Path, columns: PointColumns | None = None) -> list[Curve]:
-    """Read the curves of a run directory, its eval.jsonl, or a table, one per seed."""
+    """Read the curves of a run directory, its eval.jsonl, or a table, one per seed.
+    columns: None for the usual names.
+    """
     path = Path(source)
     columns = columns or PointColumns()
     if path.name == "eval.jsonl" and (path.parent / "recipe.yaml").exists():
         path = path.parent
     if path.is_dir():
-        return [_run(path, columns)]
+        return [_curve_of_directory(path, columns)]
     if not path.exists():
         raise MegarlError(f"{path}: no such run directory or file of points")
     return curves_of_rows(name_of(path), read_table(path), columns, str(path))
@@ -122,30 +125,31 @@ def curve_of_run(
     """
     rows = [(f"{place}, step {row['step']}", row) for row in scores]
     (curve,) = curves_of_rows(name, rows, columns, place)
-    column = columns.hours or "compute_hours"
-    # The rows' compute_unit is that of their hours.
-    unit = curve.unit if "hours" in column else column
-    return replace(curve, unit=unit, first_epoch=_first_epoch(steps, column))
+    compute_column = columns.hours or "compute_hours"
+    # The rows' compute_unit is that of their hours, and says nothing of other columns.
+    unit = curve.unit if "hours" in compute_column else compute_column
+    second_epoch = _compute_at_second_epoch(steps, compute_column)
+    return replace(curve, unit=unit, first_epoch=second_epoch)
 
 
-def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
-    """Return the compute at the first step of a second epoch: infinite if there is
-    none, None if no step has an epoch.
+def _compute_at_second_epoch(steps: Iterable[Row], compute_column: str) -> float | None:
+    """Return the compute at the first step of the second epoch: infinite if no step is
+    in one, None if no step has an epoch. Later steps are not read.
     """
     first_epoch = None
     for row in steps:
         epoch = row.get("epoch")
-        if epoch is None or column not in row:
+        if epoch is None or compute_column not in row:
             continue
         if first_epoch is None:
             first_epoch = epoch
         elif epoch > first_epoch:
-            return row[column]
+            return row[compute_column]
     return None if first_epoch is None else math.inf
 
 
-def _run(path: Path, columns: PointColumns) -> Curve:
-    """Read the curve of a run directory."""
+def _curve_of_directory(path: Path, columns: PointColumns) -> Curve:
+    """Read the curve of a run directory. MegarlError if it has no evaluation yet."""
     run = RunDir(path)
     if not run.eval.exists():
         raise MegarlError(
@@ -162,8 +166,8 @@ def _run(path: Path, columns: PointColumns) -> Curve:
 
 
 def _forecast_column(path: Path) -> str:
-    """Return the column that is to be fitted according to the recipe at `path`.
-    MegarlError if that says none.
+    """Return the column that is to be fitted according to the recipe at `path`;
+    `pass_rate` if there is no such file. MegarlError if the recipe names no column.
     """
     from megarl.core.recipe import load
 
@@ -188,22 +192,26 @@ def curves_of_rows(
     name: str, rows: Sequence[Placed], columns: PointColumns, place: str
 ) -> list[Curve]:
     """Build one curve per value of `seed`. If a step has several rows, the last one
-    counts.
+    counts. place: where the rows stand, for errors.
     """
     if not rows:
         raise MegarlError(f"{place}: no points in it")
-    hours, score = _columns(rows, columns, place)
-    with_column = [(row_place, row) for row_place, row in rows if score in row]
-    scored = _with_a_score(with_column, score, place)
+    hours_column, score_column = _column_names(rows, columns, place)
+    with_column = [(row_place, row) for row_place, row in rows if score_column in row]
+    scored = _with_a_score(with_column, score_column, place)
     seeds: dict[int | None, dict[float, _Point]] = {}
     for n, (row_place, row) in enumerate(scored):
         seed = _integer(row_place, row, "seed")
         step = _step(row_place, row)
-        point = _point(row_place, row, hours, score, step)
+        point = _point(row_place, row, hours_column, score_column, step)
+        # A row without a step replaces no other: its key is its own, and negative.
         key = -1 - n if step is None else step
         seeds.setdefault(seed, {})[key] = point
-    unit = _unit(place, rows, hours)
-    return [_curve(name, seed, points, unit, hours, place) for seed, points in seeds.items()]
+    unit = _unit(place, rows, hours_column)
+    curves = []
+    for seed, points in seeds.items():
+        curves.append(_curve(name, seed, points, unit, hours_column, place))
+    return curves
 
 
 TENSORBOARD = {"Wall time", "Step", "Value"}
@@ -216,9 +224,9 @@ MOST_LISTED = 12
 """Columns named in a message; wandb exports thousands."""
 
 
-def _columns(rows: Sequence[Placed], columns: PointColumns, place: str) -> tuple[str, str]:
-    """Return the columns of compute and of the score. MegarlError if there is none, or
-    several.
+def _column_names(rows: Sequence[Placed], columns: PointColumns, place: str) -> tuple[str, str]:
+    """Return the names of the columns of compute and of the score. MegarlError if there
+    is no such column, or several may be meant.
     """
     names = list(dict.fromkeys(name for _, row in rows for name in row))
     if names and set(names) <= TENSORBOARD and not (columns.hours and columns.score):
@@ -226,15 +234,15 @@ def _columns(rows: Sequence[Placed], columns: PointColumns, place: str) -> tuple
             f"{place}: a file of TensorBoard, which has steps and no compute; to fit over steps,"
             " give --hours-column Step --score-column Value"
         )
-    hours = _hours_column(names, columns, place)
-    wanted_score = columns.score or "pass_rate"
-    score = _column(names, wanted_score, place)
-    if score is None:
+    hours_column = _hours_column(names, columns, place)
+    score_name = columns.score or "pass_rate"
+    score_column = _column_like(score_name, names, place)
+    if score_column is None:
         raise MegarlError(
-            f"{place}: no column {wanted_score!r} (it has {few(names, MOST_LISTED)}); name yours with"
+            f"{place}: no column {score_name!r} (it has {few(names, MOST_LISTED)}); name yours with"
             " --score-column"
         )
-    return hours, score
+    return hours_column, score_column
 
 
 def _hours_column(names: Sequence[str], columns: PointColumns, place: str) -> str:
@@ -243,9 +251,9 @@ def _hours_column(names: Sequence[str], columns: PointColumns, place: str) -> st
     """
     candidates = (columns.hours,) if columns.hours else ("gpu_hours", "compute_hours")
     for candidate in candidates:
-        hours = _column(names, candidate, place)
-        if hours is not None:
-            return hours
+        column = _column_like(candidate, names, place)
+        if column is not None:
+            return column
     hint = ""
     missing = repr(columns.hours)
     if not columns.hours:
@@ -259,10 +267,10 @@ def _hours_column(names: Sequence[str], columns: PointColumns, place: str) -> st
     )
 
 
-def _column(names: Sequence[str], name: str, place: str) -> str | None:
+def _column_like(name: str, names: Sequence[str], place: str) -> str | None:
     """Return the column of this name, or the one that wandb wrote for it: `run -
-    eval/pass_rate`. Its `…__MIN` and `…__MAX` are not meant. MegarlError if several
-    runs have one.
+    eval/pass_rate`. Its `…__MIN` and `…__MAX` are not meant. None if `names` has no
+    such column; MegarlError if several runs have one.
     """
     if name in names:
         return name
@@ -284,22 +292,23 @@ NO_VALUE = {"", "nan", "-nan", "na", "n/a", "#n/a", "<na>", "null", "none", "-",
 
 
 def _is_missing(value: object) -> bool:
+    """Return whether a cell has no value: it is empty, NaN, or says so in words."""
     if isinstance(value, str):
         return value.strip().lower() in NO_VALUE
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _with_a_score(rows: Sequence[Placed], score: str, place: str) -> list[Placed]:
-    """Return the rows that have a score; say how many have none. MegarlError if all
-    have none.
+def _with_a_score(rows: Sequence[Placed], column: str, place: str) -> list[Placed]:
+    """Return the rows that have a score in this column; say how many have none.
+    MegarlError if all have none.
     """
-    scored = [(row_place, row) for row_place, row in rows if not _is_missing(row[score])]
+    scored = [(row_place, row) for row_place, row in rows if not _is_missing(row[column])]
     left_out = len(rows) - len(scored)
     if not scored:
-        raise MegarlError(f"{place}: {score} is empty in each of its {left_out} rows")
+        raise MegarlError(f"{place}: {column} is empty in each of its {left_out} rows")
     if left_out:
         log.warning(
-            "%s: %d of %d rows have no %s and are left out", place, left_out, len(rows), score
+            "%s: %d of %d rows have no %s and are left out", place, left_out, len(rows), column
         )
     return scored
 
@@ -313,10 +322,11 @@ def _step(place: str, row: Row) -> float | None:
 
 
 def _integer(place: str, row: Row, column: str) -> int | None:
+    """Return the whole number in a column, None if the row has none."""
     return None if _is_missing(row.get(column)) else int(_number(place, row, column))
 
 
-def _unit(place: str, rows: Sequence[Placed], hours: str) -> str:
+def _unit(place: str, rows: Sequence[Placed], hours_column: str) -> str:
     """Return the unit of compute that the rows state; if none does, GPU-hours, or the
     column's own name if it has no hours.
     """
@@ -329,14 +339,14 @@ def _unit(place: str, rows: Sequence[Placed], hours: str) -> str:
         )
     if stated:
         return stated.pop()
-    return "gpu" if "hour" in hours.lower() else hours
+    return "gpu" if "hour" in hours_column.lower() else hours_column
 
 
-def _answers(place: str, row: Row, score: str) -> int | None:
-    """Return the number of answers per score, from one row: the column `answers`, or
-    prompts times samples in eval.jsonl.
+def _answers(place: str, row: Row, score_column: str) -> int | None:
+    """Return the number of answers of which a row's score is the mean: prompts times
+    samples in eval.jsonl, else the column `answers`; None if the row has neither.
     """
-    suffix = score.removeprefix("pass_rate")
+    suffix = score_column.removeprefix("pass_rate")  # such as /math
     prompts = f"n_prompts{suffix}"
     samples = f"samples{suffix}" if f"samples{suffix}" in row else "samples"
     if all(row.get(name) and not _is_missing(row[name]) for name in (prompts, samples)):
@@ -352,44 +362,54 @@ def _answers(place: str, row: Row, score: str) -> int | None:
     return int(answers)
 
 
-def _point(place: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
-    """Return a row's score. hours, score: names of its columns; step: None if it has
-    none. MegarlError if the score is no share, or the compute is negative or, after the
+def _point(
+    place: str, row: Row, hours_column: str, score_column: str, step: float | None
+) -> _Point:
+    """Return a row's score. step: None if it has none; the start is then where compute
+    is 0. MegarlError if the score is no share, or the compute is negative or, after the
     start, zero.
     """
-    compute = _number(place, row, hours)
-    rate = _number(place, row, score)
+    compute = _number(place, row, hours_column)
+    rate = _number(place, row, score_column)
     if not 0 <= rate <= 1:
         hint = "; if it is in percent, write 54.2% or divide by 100" if 1 < rate <= 100 else ""
-        raise MegarlError(f"{place}: {score} is {rate:g}, not a pass rate between 0 and 1{hint}")
+        raise MegarlError(
+            f"{place}: {score_column} is {rate:g}, not a pass rate between 0 and 1{hint}"
+        )
     if compute < 0:
         raise MegarlError(
-            f"{place}: {hours} is {compute:g}; compute is cumulative and cannot be negative"
+            f"{place}: {hours_column} is {compute:g}; compute is cumulative and cannot be negative"
         )
     is_start = step == 0 or (step is None and compute == 0)
     if compute == 0 and not is_start:
         raise MegarlError(
             f"{place}: no compute at step {step:g}; only the score before training (step 0) has"
-            f" none. Is {hours} cumulative hours of all devices?"
+            f" none. Is {hours_column} cumulative hours of all devices?"
         )
-    return _Point(compute, rate, is_start, _answers(place, row, score))
+    return _Point(compute, rate, is_start, _answers(place, row, score_column))
 
 
-FALLS = 0.99  # a restart's clock may be a little behind
+FALLS = 0.99  # below this share of the step before; a restart's clock may be a little behind
 
 
 def _curve(
-    name: str, seed: int | None, points: Mapping[float, _Point], unit: str, hours: str, place: str
+    name: str,
+    seed: int | None,
+    points: Mapping[float, _Point],
+    unit: str,
+    hours_column: str,
+    place: str,
 ) -> Curve:
     """Build a curve from points by step; those without a step have negative keys."""
     r0 = _start_score(points, place)
-    _refuse_falling_compute(points, hours, place)
-    _warn_of_several_runs(points, hours, place)
-    trained = sorted(point for point in points.values() if not point.is_start)
+    _refuse_falling_compute(points, hours_column, place)
+    _warn_of_several_runs(points, hours_column, place)
+    trained = [point for point in points.values() if not point.is_start]
+    trained.sort(key=lambda point: (point.hours, point.rate))
     answers = [point.answers for point in trained or points.values()]
     last_answers = None if None in answers else answers[-1]
     pass_rate = np.array([point.rate for point in trained], dtype=np.float64)
-    noise = None
+    noise = None  # as many answers as `last_answers` everywhere tell it
     if last_answers and len(set(answers)) > 1:
         noise = binomial_noise(pass_rate, np.array(answers))
     return Curve(
@@ -405,7 +425,9 @@ def _curve(
 
 
 def _start_score(points: Mapping[float, _Point], place: str) -> float | None:
-    """Return the score before training. MegarlError if there are several."""
+    """Return the score before training; None if there is none. MegarlError if several
+    differ.
+    """
     rates = sorted({point.rate for point in points.values() if point.is_start})
     if len(rates) > 1:
         listed = ", ".join(f"{rate:g}" for rate in rates)
@@ -416,18 +438,23 @@ def _start_score(points: Mapping[float, _Point], place: str) -> float | None:
     return rates[0] if rates else None
 
 
-def _refuse_falling_compute(points: Mapping[float, _Point], hours: str, place: str) -> None:
+def _refuse_falling_compute(points: Mapping[float, _Point], hours_column: str, place: str) -> None:
+    """Raise MegarlError if a step has less compute than one before it. points: by step,
+    negative if they have none.
+    """
     by_step = sorted((step, point) for step, point in points.items() if step >= 0)
     for (step, point), (next_step, next_point) in pairwise(by_step):
         if next_point.hours < FALLS * point.hours:
             raise MegarlError(
-                f"{place}: {hours} falls from {point.hours:g} at step {step:g} to"
+                f"{place}: {hours_column} falls from {point.hours:g} at step {step:g} to"
                 f" {next_point.hours:g} at step {next_step:g}; it is cumulative, also over restarts"
             )
 
 
-def _warn_of_several_runs(points: Mapping[float, _Point], hours: str, place: str) -> None:
-    """Warn if points without a step have the same compute."""
+def _warn_of_several_runs(points: Mapping[float, _Point], hours_column: str, place: str) -> None:
+    """Warn if points without a step have the same compute: they may be those of several
+    runs. points: by step, negative if they have none.
+    """
     without_step = Counter(
         point.hours for step, point in points.items() if step < 0 and not point.is_start
     )
@@ -437,7 +464,7 @@ def _warn_of_several_runs(points: Mapping[float, _Point], hours: str, place: str
             "%s: several scores at %s %s count as those of one run; several runs need a column"
             " `seed`",
             place,
-            hours,
+            hours_column,
             ", ".join(repeated[:3]),
         )
 

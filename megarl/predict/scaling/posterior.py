@@ -29,7 +29,7 @@ from megarl.predict.scaling.forms import Array, Form
 
 CELLS = (48, 28)  # of u and w
 ROUNDS = 3  # number of grids, each of which covers the mass of the one before
-TRACE = 1e-6
+TRACE = 1e-6  # share of the mass of all cells that a row of cells may have and be left out
 DRAWS = 4000
 MOST = 48  # most points; if there are more, neighbours are averaged
 # of the slope ahead, in misfits over one unit of x; chosen on runs of the corpus
@@ -40,6 +40,7 @@ EXACT = 1e-6  # standard deviation of a value that is given
 FLAT = 10.0  # standard deviation of a value about which nothing is known, for scores from 0 to 1
 INTERVAL = (0.5, 0.025, 0.975)  # quantiles: the median, and both ends of a 95 % interval
 
+# The normal distribution as a table, for np.interp: scipy takes too long to import.
 _Z = np.linspace(-9, 9, 6001)
 _CDF = np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in _Z])
 
@@ -53,7 +54,7 @@ def all_pairs(first: Array, second: Array) -> tuple[Array, Array]:
 @dataclass(frozen=True, eq=False)
 class CurvePoints:
     """Evaluations of one or more curves, [points] each. x: compute, in the form's
-    units; curve: the number of the curve.
+    units; y: scores; curve: the number of the curve.
     """
 
     x: Array
@@ -109,23 +110,26 @@ class Prior:
 
 
 class _Sizes(NamedTuple):
-    """The covariance of the points for one misfit and each noise, decomposed."""
+    """The covariance of the points, decomposed, for one misfit and each noise of the
+    prior: residuals @ vectors are independent, with a variance of 1 / weights.
+    """
 
     misfit: float
     vectors: Array  # [points, points]
-    weights: Array  # [points, noises] 1 / eigenvalue
+    weights: Array  # [points, noises]
 
 
 class _Cells(NamedTuple):
-    """Cells of (u, w): logarithms of mass and peak, and the Gaussian of (R_0, A) in
-    each cell, all [noises, cells].
+    """Cells of (u, w): in each cell the logarithm of the posterior's mass, that of its
+    highest density, and the Gaussian of (R_0, A) before it is truncated to R_0 < A < 1.
+    All are [noises, cells].
     """
 
     log_mass: Array
     log_peak: Array
-    r0: Array
+    r0: Array  # means
     a: Array
-    p00: Array  # precisions
+    p00: Array  # the precision matrix: of R_0, of A, of both
     paa: Array
     p0a: Array
 
@@ -135,7 +139,7 @@ class _Cells(NamedTuple):
         return self.p00 * self.paa - self.p0a**2
 
     def at(self, *index: Any) -> "_Cells":
-        """Return the same cells of each array."""
+        """Return each array's values at this index."""
         return _Cells(*(values[index] for values in self))
 
 
@@ -149,16 +153,19 @@ class _Draws(NamedTuple):
 
 
 class _Continuation(NamedTuple):
-    """For the scores at x, given the points, for one misfit and noise: the matrix
-    [points, x] that projects the points' residuals, and a root of the covariance.
+    """How scores at x stray from the law, given the points, for one misfit and noise:
+    on average by (the points' residuals @ _Sizes.vectors) @ projection, and around that
+    with covariance root @ root.T.
     """
 
-    projection: Array
-    root: Array
+    projection: Array  # [points, x]
+    root: Array  # [x, x]
 
 
 class Posterior:
-    """The posterior. theta [draws, 4]: draws of the parameters (A, u, w, R_0)."""
+    """The posterior of the parameters (A, u, w, R_0), by draws: `theta`, [draws, 4].
+    gain: the gain that the points show; prior.misfits and seeds are multiples of it.
+    """
 
     def __init__(self, form: Form, points: CurvePoints, prior: Prior) -> None:
         self.points = points.merged()
@@ -166,7 +173,7 @@ class Posterior:
         self.prior = prior
         x = self.points.x
         low, high = form.w_bounds
-        if prior.w is not None:
+        if prior.w is not None:  # beyond three deviations there is next to no mass
             low = max(low, prior.w.mean - 3 * prior.w.deviation)
             high = min(high, prior.w.mean + 3 * prior.w.deviation)
         below, above = prior.beyond or (form.below, form.above)
@@ -175,7 +182,7 @@ class Posterior:
         self._sizes = list(self._decompositions())
         self._limits = np.array([[lowest_u, highest_u], [low, high]])
         box = self._limits
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS):  # each time with finer cells
             self._integrate(box)
             box = self._around()
 
@@ -183,13 +190,15 @@ class Posterior:
     def gain(self) -> float:
         """The gain that the points show. Misfits and seeds are proportional to it."""
         y = self.points.y
-        three_highest = np.sort(y)[-3:]
+        three_highest = np.sort(y)[-3:]  # a single one may be high by noise
         highest = float(three_highest.mean())
         lowest = min(self.prior.r0.mean, float(y.min()))
-        return max(highest - lowest, 0.02)
+        return max(highest - lowest, 0.02)  # never 0, or nothing could stray
 
     def _integrate(self, box: Array) -> None:
-        """Integrate over the cells of a box [u and w; low and high]."""
+        """Set the cells of a box [u and w; low and high], and the share of all mass in
+        each, [sizes x noises, cells].
+        """
         u_axis = np.linspace(box[0, 0], box[0, 1], CELLS[0])
         w_axis = np.linspace(box[1, 0], box[1, 1], CELLS[1])
         self._axes = (u_axis, w_axis)
@@ -202,12 +211,13 @@ class Posterior:
         self._mass = mass / mass.sum()
 
     def _around(self) -> Array:
-        """Return the box that contains all the mass except for a trace."""
+        """Return the box [u and w; low and high] that contains all the mass except for
+        a trace, with a cell more at each end.
+        """
         grid = self._mass.sum(0).reshape(CELLS)
+        masses = (grid.sum(1), grid.sum(0))  # along u, along w
         box = []
-        for axis, summed_axis in ((0, 1), (1, 0)):
-            values = self._axes[axis]
-            mass = grid.sum(summed_axis)
+        for values, mass in zip(self._axes, masses, strict=True):
             inside = np.flatnonzero(mass > TRACE)
             first = max(inside[0] - 1, 0)
             last = min(inside[-1] + 1, len(values) - 1)
@@ -222,12 +232,12 @@ class Posterior:
         return variance * correlation
 
     def _drift(self, misfit: float, x: Array) -> Array:
-        """Return the covariance [x, x] that the slope's drift adds to scores ahead:
-        that of an integrated Wiener process.
+        """Return the covariance [x, x] that the slope's drift adds to scores ahead of
+        the last point: that of an integrated Wiener process over `ahead`, a distance
+        that levels off.
         """
         distance = np.maximum(x - self.points.x.max(), 0)
-        share_of_largest = -np.expm1(-distance / LEVELS_OFF)
-        ahead = LEVELS_OFF * share_of_largest
+        ahead = LEVELS_OFF * -np.expm1(-distance / LEVELS_OFF)
         nearer = np.minimum(ahead[:, None], ahead)
         farther = np.maximum(ahead[:, None], ahead)
         variance = (DRIFT * misfit * self.gain) ** 2
@@ -248,15 +258,18 @@ class Posterior:
 
     @property
     def _unit(self) -> Array:
-        """The unit of the noises, [points]: the points' own noise, or the gain if that
-        is unknown.
+        """What `prior.noises` are multiples of, [points]: the points' own noise, or the
+        gain if that is unknown.
         """
         if self.points.noise is None:
             return np.full(len(self.points.x), self.gain)
         return self.points.noise
 
     def _decompositions(self) -> Iterator[_Sizes]:
-        """Yield the decomposed covariance for each misfit of the prior."""
+        """Yield the decomposed covariance for each misfit of the prior. In units of the
+        points' noise, all noises add multiples of the identity, so that all have the
+        same eigenvectors.
+        """
         points = self.points
         unit = self._unit
         same_curve = points.curve[:, None] == points.curve
@@ -273,7 +286,12 @@ class Posterior:
             yield _Sizes(misfit, vectors / unit[:, None], weights)
 
     def _integrated(self, sizes: _Sizes, u: Array, w: Array) -> _Cells:
-        """Integrate over R_0 and A in the cells (u, w)."""
+        """Integrate over R_0 and A in the cells (u, w), [cells] each.
+
+        With R_0 and A relative to their prior means, y = R_0 q + A s is a regression,
+        weighted by v. In its normal equations p is the matrix and b the right side, and
+        the prior's precisions are added to p.
+        """
         r0 = self.prior.r0
         a = self.prior.a
         steepness = np.exp(w)[:, None]
@@ -293,7 +311,7 @@ class Posterior:
         to_r0 = (paa * b0 - p0a * ba) / determinant
         to_a = (p00 * ba - p0a * b0) / determinant
         squares = (y * y) @ v
-        error = squares - b0 * to_r0 - ba * to_a
+        error = squares - b0 * to_r0 - ba * to_a  # that of the best R_0 and A
         log_weights = np.log(v).sum(0)
         log_peak = 0.5 * (log_weights - error)
         prior_w = self.prior.w
@@ -320,9 +338,9 @@ class Posterior:
         noises = np.array(self.prior.noises)
         weights = np.broadcast_to(noises**-2, (len(unit), len(noises)))
         exact_law = _Sizes(0.0, np.diag(1 / unit), weights)
-        masses = self._integrated(exact_law, self._u, self._w).log_mass
+        masses = self._integrated(exact_law, self._u, self._w).log_mass  # [noises, cells]
         noise, best = divmod(int(masses.argmax()), masses.shape[1])
-        exact_law = exact_law._replace(weights=weights[:, [noise]])
+        exact_law = exact_law._replace(weights=weights[:, [noise]])  # the likeliest noise
         u = self._u[best]
         w = self._w[best]
         step_u, step_w = (axis[1] - axis[0] for axis in self._axes)
@@ -334,7 +352,7 @@ class Posterior:
             around_w = w + radius * step_w * offsets_w
             near_u = np.clip(around_u, *self._limits[0])
             near_w = np.clip(around_w, *self._limits[1])
-            cells = self._integrated(exact_law, near_u, near_w).at(0)
+            cells = self._integrated(exact_law, near_u, near_w).at(0)  # its only noise
             best = int(cells.log_peak.argmax())
             u = near_u[best]
             w = near_w[best]
@@ -346,8 +364,8 @@ class Posterior:
 
     @cached_property
     def _drawn(self) -> _Draws:
-        """The draws: systematic sampling of cells, each in proportion to its mass, and
-        R_0 and A from the cell's truncated Gaussian.
+        """The draws: systematic sampling of cells, each in proportion to its mass; u
+        and w evenly from the cell, A and, given A, R_0 from its truncated Gaussian.
         """
         rng = np.random.default_rng(0)
         quantiles = (np.arange(DRAWS) + rng.random()) / DRAWS
@@ -359,7 +377,7 @@ class Posterior:
         low, high = _ends(cells)
         chance = low + (high - low) * rng.random(DRAWS)
         chance = np.clip(chance, 1e-12, 1 - 1e-12)
-        normal = np.interp(chance, _CDF, _Z)
+        normal = np.interp(chance, _CDF, _Z)  # of A, in deviations from its mean
         deviation = np.sqrt(cells.p00 / cells.determinant)
         # The maximum matters only where A is so surely below R_0 that the table has no
         # chance for it to be above.
@@ -383,19 +401,21 @@ class Posterior:
 
     def _law(self, x: Array) -> Array:
         """Return the law's scores [draws, x] at x for each draw."""
-        a, u, w, r0 = self.theta.T[:, :, None]
+        a, u, w, r0 = self.theta.T[:, :, None]  # [draws, 1] each
         share = self.form.share(np.exp(w) * (x - u))
         value: Array = r0 + (a - r0) * share
         return value
 
     def _continuation(self, group: int, x: Array) -> _Continuation:
-        """Return how the mean of these curves continues at x. group: as in _Draws."""
+        """Return how the mean of these curves continues at x. group: as in _Draws. It
+        is a Gaussian process, conditioned on the points.
+        """
         size, noise = divmod(group, len(self.prior.noises))
         sizes = self._sizes[size]
         curves = len(np.unique(self.points.curve))
         offsets = self._seed_variance
         kernel = self._kernel(sizes.misfit, x, self.points.x)
-        across = (kernel + offsets * self._rise()) / curves  # [x, points]
+        across = (kernel + offsets * self._rise()) / curves  # [x, points], of x and points
         prior = (self._kernel(sizes.misfit, x, x) + offsets) / curves
         rotated = across @ sizes.vectors
         projected = rotated * sizes.weights[:, noise]
@@ -435,7 +455,7 @@ class _Peak(NamedTuple):
 
 def _peak(cells: _Cells) -> _Peak:
     """Return the peak of each cell. If a falling law would fit best, it is the best
-    constant.
+    constant, `level`; else the A nearest to the Gaussian's, and the best R_0 for it.
     """
     both = cells.p00 + cells.paa + 2 * cells.p0a
     determinant = cells.determinant
@@ -448,13 +468,16 @@ def _peak(cells: _Cells) -> _Peak:
     rising_r0 = cells.r0 - slope * (rising_a - cells.a)
     r0 = np.where(falls, level, rising_r0)
     a = np.where(falls, level.clip(0, 1), rising_a)
+    # That of A − R_0, which a constant holds at 0; else that of A, for the best R_0.
     precision = np.where(falls, determinant / both, determinant / cells.p00)
     distance = np.where(falls, cells.r0, rising_a) - cells.a
     return _Peak(r0, a, 0.5 * distance**2 * precision)
 
 
 def _ends(cells: _Cells) -> tuple[Array, Array]:
-    """Return the probabilities that A is below R_0 and that it is below 1."""
+    """Return the probabilities, by a cell's Gaussian, that A is below the mean of R_0
+    (or 0) and that it is below 1.
+    """
     deviation = np.sqrt(cells.p00 / cells.determinant)
     low = (np.maximum(cells.r0, 0) - cells.a) / deviation
     high = (1 - cells.a) / deviation

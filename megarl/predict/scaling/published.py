@@ -65,8 +65,8 @@ def law_named(name: str) -> Law:
 
 
 def synthetic(law: Law, hours: np.ndarray, seed: int) -> Curve:
-    """Draw points and R_0 from the law, with the binomial noise of SAMPLES independent
-    completions; real ones share prompts.
+    """Draw points at `hours` and R_0 from the law, with the binomial noise of SAMPLES
+    independent completions; those of a real evaluation share prompts.
     """
     rng = np.random.default_rng(seed)
     scores = rng.binomial(SAMPLES, law(hours)) / SAMPLES

@@ -41,13 +41,14 @@ from megarl.predict.scaling.points import Curve, PointColumns, binomial_noise, c
 
 log = logging.getLogger(__name__)
 KINDS = ("task", "difficulty", "objective", "pass@n")
-NONE = np.zeros((0, 0))
+NO_SCORES = np.zeros((0, 0))
 MOST_BINS = 5  # most values of a column with a bin each; more values are put into three bins
 
 
 class AnswersTo(NamedTuple):
-    """The answers to one prompt in one evaluation. right: [samples] bool; scores:
-    [samples] for each objective.
+    """The answers to one prompt in one evaluation. right: [samples] bool; scores: for
+    each objective [graded samples], fewer than `right` if some answers are void;
+    difficulty: 0 if the prompt has none.
     """
 
     right: np.ndarray
@@ -84,10 +85,14 @@ class Slice:
 
     @property
     def ends(self) -> list[float]:
-        """The first and the last mean score, if any, in the objective's own unit."""
+        """[first, last] mean score in the objective's own unit; empty if there are no
+        scores.
+        """
         if not self.values.size:
             return []
-        return [self.in_own_unit(float(self.values[n].mean())) for n in (0, -1)]
+        first = float(self.values[0].mean())
+        last = float(self.values[-1].mean())
+        return [self.in_own_unit(first), self.in_own_unit(last)]
 
     def record(self) -> dict[str, object]:
         """Return a record for JSON, with all scores in the objective's own unit."""
@@ -117,7 +122,7 @@ class Slice:
         }
 
 
-class _EvaluatedPoint(NamedTuple):
+class _EvaluatedStep(NamedTuple):
     """A row of eval.jsonl and the folder with its answers."""
 
     row: Row
@@ -142,14 +147,14 @@ def slices(run: Path, hours: str | None = None, **options: Unpack[FitOptions]) -
     return fitted
 
 
-def _evaluations(rundir: RunDir) -> list[_EvaluatedPoint]:
-    """Return the evaluations whose answers are there. MegarlError if there is none."""
+def _evaluations(rundir: RunDir) -> list[_EvaluatedStep]:
+    """Return the evaluations whose answers still exist. MegarlError if none do."""
     evaluations = []
     missing = []
     for row in latest_scores(rundir.eval):
         folder = step_folder(rundir.evaluations, row["step"])
         if suites_in(folder):
-            evaluations.append(_EvaluatedPoint(row, folder))
+            evaluations.append(_EvaluatedStep(row, folder))
         else:
             missing.append(str(row["step"]))
     if missing:
@@ -166,9 +171,11 @@ def _evaluations(rundir: RunDir) -> list[_EvaluatedPoint]:
 
 
 def _answers_of(
-    name: str, evaluations: Sequence[_EvaluatedPoint]
+    name: str, evaluations: Sequence[_EvaluatedStep]
 ) -> tuple[list[Row], list[dict[str, AnswersTo]]]:
-    """Return the evaluations of a task or suite: their rows, and answers by prompt."""
+    """Return the evaluations of a task or suite: their rows, and for each the answers
+    by prompt. Those that did not ask it, or have no answer to it, are left out.
+    """
     rows = []
     answers = []
     empty = []
@@ -192,11 +199,12 @@ def _read(path: Path) -> dict[str, AnswersTo]:
     """Return the answers in a file by the id of their prompt."""
     by_id = {}
     for outcomes in by_prompt(read_outcomes(path)):
-        graded = [outcome.scores for outcome in outcomes if outcome.scores]  # void ones have none
+        # Each answer's scores by objective; void answers have none.
+        graded = [outcome.scores for outcome in outcomes if outcome.scores]
         objectives = graded[0] if graded else ()
         scores = {}
         for name in objectives:
-            scores[name] = np.array([by_objective[name] for by_objective in graded])
+            scores[name] = np.array([of_answer[name] for of_answer in graded])
         right = np.array([outcome.correct for outcome in outcomes])
         by_id[outcomes[0].id] = AnswersTo(right, scores, outcomes[0].difficulty or 0)
     return by_id
@@ -206,19 +214,24 @@ def parts(
     task: str, evaluations: Sequence[Mapping[str, AnswersTo]], has_rewards: bool = False
 ) -> Iterator[Slice]:
     """Yield the slices of a task or suite, from the answers by prompt of all its
-    evaluations. has_rewards: whether it has several rewards.
+    evaluations. has_rewards: whether its recipe names rewards, whose scores the answers
+    should then have.
     """
-    prompts = sorted(set.intersection(*map(set, evaluations or [{}])))
-    table = [list(map(by_id.__getitem__, prompts)) for by_id in evaluations]
+    prompt_sets = [set(by_id) for by_id in evaluations] or [set()]
+    prompts = sorted(set.intersection(*prompt_sets))
+    table = []
+    for by_id in evaluations:
+        table.append([by_id[prompt] for prompt in prompts])
     samples = min((len(answers.right) for row in table for answers in row), default=0)
     if not samples:
-        yield Slice(task, "task", "all", NONE, problem="no prompt is in every evaluation")
+        problem = "no prompt is in every evaluation"
+        yield Slice(task, "task", "all", NO_SCORES, problem=problem)
         return
     right = np.array([_shares_right(row) for row in table])
     yield Slice(task, "task", "all", right, samples * len(prompts))
     yield from _by_difficulty(task, table, right, samples)
     yield from _by_objective(task, table, has_rewards)
-    for n in powers_up_to(samples // 2)[1:]:
+    for n in powers_up_to(samples // 2)[1:]:  # pass@1 is the slice of the whole task
         passed = np.array([_passed_at(row, n) for row in table])
         yield Slice(task, "pass@n", f"pass@{n}", passed)
 
@@ -240,7 +253,9 @@ def _passed_at(row: Sequence[AnswersTo], n: int) -> list[float]:
 def _by_difficulty(
     task: str, table: AnswerTable, right: np.ndarray, samples: int
 ) -> Iterator[Slice]:
-    """Yield a slice per bin. right: [evaluations, prompts] shares of right answers."""
+    """Yield a slice per bin. right: [evaluations, prompts] shares of right answers;
+    samples: the least number of answers to a prompt.
+    """
     difficulties = np.array([answers.difficulty for answers in table[0]], float)
     if len(np.unique(difficulties)) > 1:
         bins = _bins_of_column(difficulties)
@@ -252,7 +267,7 @@ def _by_difficulty(
             "1 answer a prompt and no column of difficulty: nothing but the score itself could"
             " choose bins"
         )
-        yield Slice(task, "difficulty", "all", NONE, problem=problem)
+        yield Slice(task, "difficulty", "all", NO_SCORES, problem=problem)
         return
     else:
         even_samples = [answers.right[::2].mean() for answers in table[0]]
@@ -267,7 +282,9 @@ def _by_difficulty(
 
 
 def _bins_of_column(difficulties: np.ndarray) -> np.ndarray:
-    """Return the number of each prompt's bin: one a value, or else thirds."""
+    """Return the number of each prompt's bin: a bin for each value or, if there are
+    more than MOST_BINS values, three bins of equally many prompts.
+    """
     levels = np.unique(difficulties)
     cuts = levels[1:]
     if len(levels) > MOST_BINS:
@@ -276,6 +293,7 @@ def _bins_of_column(difficulties: np.ndarray) -> np.ndarray:
 
 
 def _bin_name(difficulties: np.ndarray) -> str:
+    """Return the name of the bin that has these difficulties, such as 2 to 4."""
     low = difficulties.min()
     high = difficulties.max()
     return f"difficulty {low:g} to {high:g}" if low < high else f"difficulty {low:g}"
@@ -285,33 +303,33 @@ def _by_objective(task: str, table: AnswerTable, has_rewards: bool) -> Iterator[
     """Yield a slice per objective, over the prompts that have its score in all
     evaluations.
     """
-    by_prompt_id = list(zip(*table, strict=True))  # [prompts][evaluations]
+    prompt_histories = list(zip(*table, strict=True))  # [prompts][evaluations]
     names = set()
-    for column in by_prompt_id:
-        names |= {name for name in column[-1].scores if _scored_by(name, column)}
+    for history in prompt_histories:
+        names |= {name for name in history[-1].scores if _is_scored_by(name, history)}
     if has_rewards and not names:
         problem = (
             "not every evaluation recorded its rewards: those of held-out prompts do if the task"
             " has a trusted_grader"
         )
-        yield Slice(task, "objective", "all", NONE, problem=problem)
+        yield Slice(task, "objective", "all", NO_SCORES, problem=problem)
     if names <= {"answer", "trusted", "total"}:
-        names.discard("answer")
+        names.discard("answer")  # the only reward: the total shows it
     for name in sorted(names):
-        columns = [column for column in by_prompt_id if _scored_by(name, column)]
-        scores = [answers.scores[name] for column in columns for answers in column]
+        histories = [history for history in prompt_histories if _is_scored_by(name, history)]
+        scores = [answers.scores[name] for history in histories for answers in history]
         all_scores = np.concatenate(scores)
         low = float(all_scores.min())
         width = float(np.ptp(all_scores)) or 1.0
         means = np.array([values.mean() for values in scores])
-        means = means.reshape(len(columns), -1).T
+        means = means.reshape(len(histories), -1).T  # [evaluations, prompts]
         scaled = (means - low) / width
         yield Slice(task, "objective", name, scaled, unit=(low, low + width))
 
 
-def _scored_by(objective: str, column: Sequence[AnswersTo]) -> bool:
+def _is_scored_by(objective: str, history: Sequence[AnswersTo]) -> bool:
     """Return whether a prompt has this score in each of its evaluations."""
-    return all(objective in answers.scores for answers in column)
+    return all(objective in answers.scores for answers in history)
 
 
 def _with_law(
@@ -321,25 +339,27 @@ def _with_law(
     columns: PointColumns,
     options: FitOptions,
 ) -> Slice:
-    """Return the slice with its law, or with the problem that says why it has none."""
+    """Return the slice with its law, or with the problem that says why it has none.
+    rows, metrics: of eval.jsonl, one per evaluation, and of metrics.jsonl.
+    """
     if part.problem:
         return part
     if part.values.shape[1] < 2:
         return replace(part, problem="it has one prompt, so its noise is unknown")
     means = part.values.mean(1)
     points = [row | {"pass_rate": float(mean)} for row, mean in zip(rows, means, strict=True)]
-    place = f"{part.task}, {part.name}"
+    name = f"{part.task}, {part.name}"
     steps = np.array([row["step"] for row in rows])
-    noise = _noise(part, means)[steps > 0]
-    curve = replace(curve_of_run(place, points, metrics, place, columns), noise=noise)
+    noise = _noise(part, means)[steps > 0]  # a curve has no point before training
+    curve = replace(curve_of_run(name, points, metrics, name, columns), noise=noise)
     part = replace(part, curve=curve)
     try:
         fitted = fit([curve], **options)
     except ConstantScores as constant:
-        restated = ConstantScores(place, constant.count, part.in_own_unit(constant.score))
-        return replace(part, problem=str(restated).removeprefix(f"{place}: "))
+        restated = ConstantScores(name, constant.count, part.in_own_unit(constant.score))
+        return replace(part, problem=str(restated).removeprefix(f"{name}: "))
     except MegarlError as error:
-        return replace(part, problem=str(error).removeprefix(f"{place}: "))
+        return replace(part, problem=str(error).removeprefix(f"{name}: "))
     change, errors = trend(steps, part.values, straying(part.values))
     if errors > RISES:
         return replace(part, fit=fitted)

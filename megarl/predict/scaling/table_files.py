@@ -41,8 +41,8 @@ def name_of(path: Path) -> str:
 
 
 def read_table(path: Path) -> list[Placed]:
-    """Read the rows of a file. MegarlError, with the place, for anything that is no
-    table.
+    """Read the rows of a file, by its first bytes; by its suffix only if no bracket of
+    JSON comes first. MegarlError, with the place, for anything that is no table.
     """
     data = _decompressed(path, _bytes(path))
     if data.startswith(b"PAR1"):
@@ -124,10 +124,10 @@ def _delimited(path: Path, text: str) -> list[Placed]:
     all_lines = io.StringIO(text, newline="")
     lines = [line for line in all_lines if line.strip() and not line.startswith("#")]
     separator = ""
-    if lines and re.fullmatch(r"sep=.\s*", lines[0]):  # of Excel
+    if lines and re.fullmatch(r"sep=.\s*", lines[0]):  # Excel's first line, such as sep=;
         separator = lines.pop(0)[len("sep=")]
     try:
-        if not separator:
+        if not separator:  # the one that divides the header into most fields
             separator = max(SEPARATORS, key=lambda mark: len(_fields(lines[:1], mark)))
         rows = list(csv.reader(lines, delimiter=separator, skipinitialspace=True))
     except csv.Error as error:
@@ -139,16 +139,18 @@ def _delimited(path: Path, text: str) -> list[Placed]:
     for n, fields in enumerate(rows[1:], 1):
         place = f"{path}, row {n}"
         row = _named(place, names, fields)
-        if any(row.values()):
+        if any(row.values()):  # not a line of separators only
             placed.append((place, row))
     return _with_plain_numbers(placed)
 
 
 def _fields(lines: Sequence[str], separator: str) -> list[str]:
+    """Return the fields of the first of these lines; none if there is no line."""
     return next(csv.reader(lines, delimiter=separator, skipinitialspace=True), [])
 
 
 def _refuse_header(path: Path, names: Sequence[str]) -> None:
+    """Raise MegarlError if columns cannot be told by these names."""
     _refuse_repeated(str(path), names)
     if names and all(_number_of(name, ".") for name in names):
         raise MegarlError(
@@ -169,8 +171,9 @@ def _refuse_repeated(place: str, names: Sequence[str]) -> None:
 
 
 def _named(place: str, names: Sequence[str], fields: Sequence[str]) -> Row:
-    """Return the fields by name, without those of columns that have none, such as
-    pandas' index.
+    """Return a row's fields by name, without those of columns that have no name, such
+    as pandas' index. MegarlError if there are fewer fields than names, or more that are
+    not blank; a blank row may have any number.
     """
     surplus = fields[len(names) :]
     is_blank = not any(field.strip() for field in fields)
@@ -193,30 +196,30 @@ MARKS = {".": POINT, ",": COMMA}
 
 
 def _number_of(text: str, mark: str) -> str | None:
-    """Return a number as Python writes it, if it is one with `mark` before its
-    decimals.
+    """Return a number as Python writes it, if the text is one with `mark` before its
+    decimals; else None. 54% is 0.54.
     """
-    is_share = text.endswith("%")
+    is_percent = text.endswith("%")
     digits = GROUPS.sub("", text.removesuffix("%").rstrip())
     if not MARKS[mark].fullmatch(digits) or not any(character.isdigit() for character in digits):
         return None
     thousands_mark = "," if mark == "." else "."
     plain = digits.replace(thousands_mark, "").replace(mark, ".")
-    return repr(float(plain) / 100) if is_share else plain
+    return repr(float(plain) / 100) if is_percent else plain
 
 
 def _with_plain_numbers(rows: Sequence[Placed]) -> list[Placed]:
-    """Return the rows with all numbers as Python writes them. A column that tells no
-    mark has that of the others.
+    """Return the rows with all numbers as Python writes them. A column whose numbers
+    all may have either mark before their decimals has the mark of the other columns.
     """
-    telling_marks: dict[str, set[str]] = {}
+    certain_marks: dict[str, set[str]] = {}
     for _, row in rows:
         for name, text in row.items():
-            telling_marks.setdefault(name, set()).update(_telling_mark(text))
-    mark_of_file = _only(set().union(*telling_marks.values()))
+            certain_marks.setdefault(name, set()).update(_certain_mark(text))  # "" adds none
+    mark_of_file = _single(set().union(*certain_marks.values()))
     marks = {}
-    for name, marks_of_column in telling_marks.items():
-        marks[name] = _only(marks_of_column) if marks_of_column else mark_of_file
+    for name, marks_of_column in certain_marks.items():
+        marks[name] = _single(marks_of_column) if marks_of_column else mark_of_file
     plain_rows = []
     for place, row in rows:
         plain_row = {name: _plain(text, marks[name]) for name, text in row.items()}
@@ -224,9 +227,9 @@ def _with_plain_numbers(rows: Sequence[Placed]) -> list[Placed]:
     return plain_rows
 
 
-def _telling_mark(text: str) -> str:
-    """Return the mark before the decimals if this text can be a number with no other;
-    else "".
+def _certain_mark(text: str) -> str:
+    """Return the mark before the decimals if this text can be a number with that mark
+    alone; else "".
     """
     if "." not in text and "," not in text:
         return ""
@@ -234,13 +237,15 @@ def _telling_mark(text: str) -> str:
     return marks[0] if len(marks) == 1 else ""
 
 
-def _only(marks: set[str]) -> str:
+def _single(marks: set[str]) -> str:
+    """Return the mark if there is one; "" if there is none, or several contradict."""
     return next(iter(marks)) if len(marks) == 1 else ""
 
 
 def _plain(text: str, mark: str) -> str:
-    """Return a number as Python writes it, and any other text as it is. Without a mark
-    1.234 has a decimal point, and 1,234 is left for the message that it is no number.
+    """Return a number as Python writes it, and any other text as it is. If the mark is
+    not known (""), 1.234 has a decimal point, and 1,234 stays as it is, so that a
+    message can say that it is no number.
     """
     if not mark and "," in text:
         return text
@@ -252,10 +257,12 @@ def _plain(text: str, mark: str) -> str:
 
 
 def _json(path: Path, text: str) -> list[Placed]:
-    """Read an array of objects, columns as pandas writes them, or an object a line."""
+    """Read an array of objects, columns as pandas writes them, or an object a line. One
+    object that is no table by columns is a row.
+    """
     try:
         document = _parsed(text)
-    except ValueError as error:
+    except ValueError as error:  # also of several objects, an object a line
         if text.lstrip().startswith("["):
             raise MegarlError(f"{path}: cannot be read as JSON ({error})") from None
         return list(_json_lines(path, text))
@@ -281,8 +288,8 @@ def _objects(path: Path, rows: Sequence[object]) -> list[Placed]:
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Placed]:
-    """Yield an object a line. A last line without an end is what a crash, or a writer
-    at work, left.
+    """Yield an object a line. A last line that is not complete is left out with a
+    warning: a crash has cut it off, or it is being written.
     """
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -292,7 +299,7 @@ def _json_lines(path: Path, text: str) -> Iterator[Placed]:
         try:
             row = _parsed(line)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) > 1:
+            if number == len(lines) > 1:  # no line break ends it
                 log.warning("%s: cut off, and left out", place)
                 return
             raise MegarlError(f"{place}: cannot be read as JSON ({error})") from None
@@ -305,6 +312,7 @@ def _parsed(text: str) -> object:
 
 
 def _without_repetition(pairs: list[tuple[str, object]]) -> Row:
+    """Return an object by its (name, value) pairs. ValueError if a name is repeated."""
     names = Counter(name for name, _ in pairs)
     name, count = names.most_common(1)[0] if names else ("", 0)
     if count > 1:
@@ -313,6 +321,7 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> Row:
 
 
 def _object(place: str, row: object) -> Row:
+    """Return a row that JSON gave. MegarlError if it is no object."""
     if isinstance(row, list):
         raise MegarlError(
             f"{place}: not a JSON object but a list without names, as in TensorBoard's JSON; save"
@@ -328,21 +337,21 @@ def _rows_of_columns(path: Path, document: Row) -> list[Row] | None:
     (orient: columns, split or table), as lists, or by index; None for another object.
     """
     data = document.get("data")
-    if isinstance(data, list):
+    if isinstance(data, list):  # orient: split has columns beside it, table has not
         names = document.get("columns")
         if isinstance(names, list):
             return _split_rows(path, [str(name) for name in names], data)
         return [row for _, row in _objects(path, data)]
     values = list(document.values())
-    if values and all(isinstance(value, list) for value in values):
+    if values and all(isinstance(value, list) for value in values):  # {name: [value, …], …}
         if len({len(value) for value in values}) > 1:
             lengths = ", ".join(f"{name} {len(value)}" for name, value in document.items())
             raise MegarlError(f"{path}: columns of different lengths: {lengths}")
         return [dict(zip(document, row, strict=True)) for row in zip(*values, strict=True)]
     if values and all(isinstance(value, dict) for value in values):
-        if all(name.isdecimal() for name in document):
+        if all(name.isdecimal() for name in document):  # {index: row, …}
             return values
-        return _indexed_rows(document)
+        return _indexed_rows(document)  # {name: {index: value, …}, …}
     return None
 
 

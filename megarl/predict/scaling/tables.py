@@ -10,7 +10,7 @@ from rich.text import Text
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.predict.scaling.compare import RunComparison
-from megarl.predict.scaling.extrapolate import BEFORE, Later, Reached
+from megarl.predict.scaling.extrapolate import BEFORE, LaterErrors, Reached
 from megarl.predict.scaling.fit import Fit, FitOptions, fit
 from megarl.predict.scaling.forms import FORMS, Array
 from megarl.predict.scaling.points import Curve, amount, unit_name
@@ -61,7 +61,7 @@ def _origin(fitted: Fit) -> str:
 
 
 def between_seeds(seeds: Sequence[Fit]) -> str:
-    """Return a text on how seeds differ."""
+    """Return a text on how seeds differ. seeds: the fit of each alone."""
     ceilings = [fitted.A for fitted in seeds]
     return (
         f"A of the {len(seeds)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's"
@@ -79,7 +79,9 @@ def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
 
 
 def forms(curves: Sequence[Curve], options: FitOptions) -> Table:
-    """Fit the same points with each form, to show which curve they follow."""
+    """Fit the same points with each form, and make a table that shows which curve they
+    follow. A form that cannot be fitted has dashes.
+    """
     table = _table("form", "A", "R²", "rmse")
     for form in FORMS:
         with_form: FitOptions = {**options, "form": form}
@@ -123,7 +125,9 @@ def laws(rows: Sequence[Law]) -> Table:
 
 
 def reached(fitted: Fit, score: float, when: Reached) -> str:
-    """Return a sentence on when a score is reached, or why it is not."""
+    """Return a sentence on when a score is reached, or why it is not. when: from
+    `hours_to`.
+    """
     if math.isinf(when.hours):
         return _not_reached(fitted, score, when)
     if when.hours == 0 and score <= fitted.R_0:
@@ -187,22 +191,22 @@ def transferred(
     return "\n".join(lines)
 
 
-def later(fitted: Fit, points: Later) -> str:
+def about_later(fitted: Fit, errors: LaterErrors) -> str:
     """Return a text on how well the fit predicted later points."""
     return (
-        f"{points.n} points are later, up to {amount(points.until, fitted.unit)}: measured -"
-        f" predicted is {points.mean_error:+.4f} on average, {points.largest_error:+.4f} at most;"
-        f" {points.inside} of {points.n} lie in the interval widened by the noise of an evaluation."
+        f"{errors.n} points are later, up to {amount(errors.until, fitted.unit)}: measured -"
+        f" predicted is {errors.mean_error:+.4f} on average, {errors.largest_error:+.4f} at most;"
+        f" {errors.inside} of {errors.n} lie in the interval widened by the noise of an evaluation."
     )
 
 
-def _parameters(fitted: Fit, unit: Callable[[float], float] = float) -> tuple[Text, Text, Text]:
-    """Return texts of A, B and C_mid, each with its interval. unit: converts A to its
-    own unit.
+def _parameters(fitted: Fit, in_unit: Callable[[float], float] = float) -> tuple[Text, Text, Text]:
+    """Return texts of A, B and C_mid, each with its interval. in_unit: converts A,
+    which the law has from 0 to 1, to the unit in which it is shown.
     """
     low, high = fitted.A_interval
     return (
-        _above_interval("{:.3f}".format, unit(fitted.A), (unit(low), unit(high))),
+        _above_interval("{:.3f}".format, in_unit(fitted.A), (in_unit(low), in_unit(high))),
         _above_interval("{:.3g}".format, fitted.B, fitted.B_interval),
         _above_interval(amount, fitted.C_mid, fitted.C_mid_interval),
     )
@@ -211,11 +215,13 @@ def _parameters(fitted: Fit, unit: Callable[[float], float] = float) -> tuple[Te
 def _above_interval(
     formatted: Callable[[float], str], value: float, interval: tuple[float, float]
 ) -> Text:
+    """Return two lines, a value and its interval, as `formatted` writes numbers."""
     low, high = map(formatted, interval)
     return Text.assemble(f"{formatted(value)}\n", (f"{low} … {high}", "dim"))
 
 
 def _table(first: str, *headings: str) -> Table:
+    """Make a table without rows: a column of names, then columns of numbers."""
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
     return Table(
         Column(first, style="bold", overflow="fold"),
@@ -229,7 +235,7 @@ def _table(first: str, *headings: str) -> Table:
 def sliced(parts: Sequence["Slice"], unit: str) -> Table:
     """Make a table of slices. For a slice without a law it says why there is none."""
     table = _table("slice", "prompts", "before\nlast", "A", "B", f"C_mid, {unit}")
-    ceiling = table.columns[3]
+    ceiling = table.columns[3]  # has the reason instead, which needs several lines
     ceiling.no_wrap = False
     ceiling.min_width = 13
     ceiling.max_width = 24

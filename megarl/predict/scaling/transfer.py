@@ -46,9 +46,10 @@ class Transferred(NamedTuple):
 
     def scores(self, hours: Array) -> Array:
         """Return the median and both ends of the 95 % interval of a run's score at
-        `hours` above 0, [3, hours].
+        `hours` above 0, [3, hours]. A run strays from its law by a share of the gain,
+        as large as those of seeds and misfits in `PRIOR`.
         """
-        a, b, middle, r0 = self.draws.T[:, :, None]
+        a, b, middle, r0 = self.draws.T[:, :, None]  # [draws, 1] each
         z = b * np.log(hours / middle)
         share = SIGMOID.share(z)
         random = np.random.default_rng(1).standard_normal(share.shape)
@@ -60,8 +61,9 @@ class Transferred(NamedTuple):
 
 
 def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Transferred:
-    """Predict a policy of `size` active parameters from fits of others, by their active
-    parameters. r0: its score before training, if measured.
+    """Predict a policy of `size` active parameters from the fits of other policies, by
+    their active parameters. r0: the predicted policy's score before training, if it is
+    measured. MegarlError if these cannot be used together.
     """
     _refuse(fits, size, r0)
     logarithms = [_logarithms(fit) for fit in fits.values()]
@@ -108,7 +110,9 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
     k = len(logarithms)
     y = np.concatenate([draws.mean(0) for draws in logarithms])  # [4k]
     identity = np.eye(4)
-    rows_by_size = [np.concatenate([identity, size * identity], axis=1) for size in log_sizes]
+    rows_by_size = []
+    for log_size in log_sizes:
+        rows_by_size.append(np.concatenate([identity, log_size * identity], axis=1))
     x = np.concatenate(rows_by_size)  # [4k, 8]: intercepts, slopes
     mean_intercept = y.reshape(k, 4).mean(0)
     mean_slope, slope_deviation = SLOPES.T
@@ -118,16 +122,16 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
 
     # The covariance of the fits' means, for each drawn scatter.
     scatter = np.abs(rng.standard_normal((DRAWS, 4))) * SCATTER
-    of_lines = x @ prior @ x.T
+    of_lines_and_fits = x @ prior @ x.T
     for n, draws in enumerate(logarithms):
         rows = slice(4 * n, 4 * n + 4)
-        of_lines[rows, rows] += np.cov(draws.T)
+        of_lines_and_fits[rows, rows] += np.cov(draws.T)
     variances = np.tile(scatter**2, k)
     of_scatter = variances[:, :, None] * np.eye(4 * k)
-    covariance = of_lines + of_scatter  # [DRAWS, 4k, 4k]
+    covariance = of_lines_and_fits + of_scatter  # [DRAWS, 4k, 4k]
 
     residuals = y - x @ mean
-    # The likelihood of each drawn scatter.
+    # The likelihood of each drawn scatter. One solution serves this and what follows.
     cov_intercepts_fits = (prior @ x.T)[:4]  # [4, 4k]
     right_side = np.column_stack([residuals, cov_intercepts_fits.T])
     right_sides = np.broadcast_to(right_side, (DRAWS, 4 * k, 5))
@@ -138,7 +142,7 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
     log_weight = -0.5 * (log_determinant + solved_residuals @ residuals)
     weight = np.exp(log_weight - log_weight.max())
 
-    # The intercepts, given the fits.
+    # The intercepts, given the fits, with a scatter of the predicted size's own.
     chosen = rng.choice(DRAWS, DRAWS, p=weight / weight.sum())
     centre = mean[:4] + solved_residuals[chosen] @ cov_intercepts_fits.T
     own_scatter = scatter[chosen][:, :, None] ** 2 * identity
@@ -150,7 +154,9 @@ def _predicted(logarithms: Sequence[Array], log_sizes: Array, rng: np.random.Gen
 
 
 def _logarithms(fit: Fit) -> Array:
-    """Return draws [draws, 4] of the fit's ln(1 − A), ln B, ln C_mid, ln(1 − R_0)."""
+    """Return draws [draws, 4] of the fit's ln(1 − A), ln B, ln C_mid, ln(1 − R_0). A
+    and R_0 are clipped, because the logarithm of 0 is none.
+    """
     a, u, w, r0 = fit.posterior.theta.T
     log_gap = np.log1p(-a.clip(0, 0.998))
     log_c_mid = u + np.log(fit.scale)
@@ -160,7 +166,9 @@ def _logarithms(fit: Fit) -> Array:
 
 FEW_SIZES = 4
 ALIKE = 0.1
-"""How far the score before training may lie outside those of the fits."""
+"""How far the score before training may lie outside those of the fits without a
+doubt.
+"""
 
 
 def doubts(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Iterator[str]:
@@ -189,12 +197,12 @@ def doubts(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> I
 
 def named_size(source: str) -> tuple[float, str]:
     """Split N=POINTS into the number of parameters and a path; for a run directory
-    alone, read the number from its model.
+    alone, read the number from its model. MegarlError if it is neither.
     """
     size, _, path = source.partition("=")
     try:
         return float(size), path
-    except ValueError:
+    except ValueError:  # no number before "=": the whole is a run directory
         run = RunDir(Path(source))
     if not run.recipe.exists():
         raise MegarlError(

@@ -44,7 +44,8 @@ def variants_of(study: str, recipe: str, overrides: Sequence[str]) -> dict[str, 
     file = opened(study)
     common = [*_overrides(file.common), *overrides]
     base = load(recipe, common)
-    own_name = Path(recipe).stem if base == load(recipe, overrides) else "base"
+    is_unchanged = base == load(recipe, overrides)  # by common keys
+    own_name = Path(recipe).stem if is_unchanged else "base"
     variants = {own_name: base}
     distinct = [_comparable(base)]
     for name, keys in file.variants.items():
@@ -63,7 +64,9 @@ def variants_of(study: str, recipe: str, overrides: Sequence[str]) -> dict[str, 
 
 
 def _comparable(recipe: Recipe) -> Recipe:
-    """Return the recipe without the choice of a head in FP32 if the whole model is."""
+    """Return the recipe for a comparison of what would be trained: if the whole model
+    is in FP32, without the choice of a head in FP32, which then changes nothing.
+    """
     if recipe.model.dtype != "fp32":
         return recipe
     model = recipe.model.model_copy(update={"fp32_head": "both"})
@@ -71,7 +74,9 @@ def _comparable(recipe: Recipe) -> Recipe:
 
 
 def opened(study: str) -> StudyFile:
-    """Read the shipped study of this name, or a file."""
+    """Read the shipped study of this name, or a file. MegarlError if there is neither,
+    or if it is no study.
+    """
     shipped = shipped_studies()
     path = shipped.get(study, Path(study))
     if study not in shipped and not os.path.isfile(path):
@@ -93,6 +98,7 @@ def opened(study: str) -> StudyFile:
 
 
 def _mapping(path: Path, key: str, value: Any) -> Keys:
+    """Return the value of a key of a study file. MegarlError if it is no mapping."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise MegarlError(f"{path}: {key}: should be a mapping, got {value!r}")
     return value

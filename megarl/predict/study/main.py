@@ -30,7 +30,7 @@ from megarl.predict.study.search import table_and_plots
 
 def run_variants(study: str, recipe: str, others: Sequence[str], options: StudyOptions) -> int:
     """Study the variants of `recipe` that a study file names, and `others`, further
-    recipes.
+    recipes; return the exit status.
     """
     recipes = variants_of(study, recipe, options.overrides)
     other_recipes = side_by_side(others, options.overrides)
@@ -41,7 +41,7 @@ def run_variants(study: str, recipe: str, others: Sequence[str], options: StudyO
 
 
 def compare(names: Sequence[str], options: StudyOptions) -> int:
-    """Study these recipes as they are."""
+    """Study these recipes as they are; return the exit status."""
     recipes = side_by_side(names, options.overrides)
     return run_study("-".join(["compare", *recipes]), recipes, options)
 
@@ -53,8 +53,9 @@ def run_study(
     hooks: StudyHooks = USUAL,
     end: Callable[[Path], int] = table_and_plots,
 ) -> int:
-    """Run a study's tasks, or the one that the options name; return the exit status.
-    end: called after all tasks, returns the exit status.
+    """Run a study's tasks, or the one that the options name; return the exit status. A
+    dry run only shows them, and returns 0. end: called with the study's directory once
+    all tasks are done, returns the exit status.
     """
     study = prepared(kind, recipes, options)
     if study is None:

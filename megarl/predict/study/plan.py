@@ -30,8 +30,9 @@ TaskState = Literal["waiting", "begun", "done", "failed"]
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A run of the study. study: the study's directory; steps: the step at which it
-    ends for now, 0 for the recipe's last.
+    """A run of the study: a variant with one seed. study: the study's directory; steps:
+    the step at which it ends for now (a search may let it go on), 0 for the recipe's
+    last.
     """
 
     study: Path
@@ -68,7 +69,8 @@ class StudyTask:
 
     def state(self) -> TaskState:
         """Return the state, from the run's own files. `begun` means that it would
-        resume if started again, alive or not.
+        resume if started again, alive or not; so would one that has ended before
+        `steps`.
         """
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
@@ -86,8 +88,8 @@ class StudyTask:
 class Study:
     """A study. All recipes run with one seed before any runs with the next, so that a
     stopped study has complete rounds. rungs: steps at which a search (search.py) drops
-    variants. branch: the step up to which all variants share one run, the trunk; 0 for
-    none. steps: as in `StudyTask`.
+    variants. branch: the step up to which all variants share one run per seed, the
+    trunk; 0 for none. steps: as in `StudyTask`, for all tasks.
     """
 
     path: Path
@@ -108,8 +110,8 @@ class Study:
 
     @property
     def trunk(self) -> "Study":
-        """The study of runs of the first variant, one per seed, from which all variants
-        branch.
+        """The study of the runs, one per seed, from which all variants branch; they
+        have the first variant's recipe. Without a branch it has no tasks.
         """
         return replace(self, variants=("trunk",) if self.branch else (), steps=self.branch)
 
@@ -145,7 +147,8 @@ def prepare(
 
 def _recipes_of_tasks(study: Study, recipes: Mapping[str, Recipe]) -> dict[StudyTask, Recipe]:
     """Return the recipe of every task, those of the trunk included."""
-    recipes = {"trunk": next(iter(recipes.values())), **recipes}
+    first_recipe = next(iter(recipes.values()))
+    recipes = {"trunk": first_recipe, **recipes}
     recipes_of = {}
     for task in [*study.tasks, *study.trunk.tasks]:
         keys = {

@@ -64,7 +64,9 @@ class VariantResult(NamedTuple):
 
 
 def write(study: Study, console: Console) -> int:
-    """Write all files, and print the table. MegarlError while no run has finished."""
+    """Write all files, print the table and return 0. MegarlError while no run has
+    finished.
+    """
     rows = collect(study)
     done = [task for task in study.tasks if task.state() == "done"]
     points = study.path / "points"
@@ -97,7 +99,9 @@ def csv(points: Sequence[EvaluationPoint]) -> str:
 
 
 def collect(study: Study) -> list[VariantResult]:
-    """Return the results of each variant that has a finished run."""
+    """Return the results of each variant that has a finished run. MegarlError if none
+    has.
+    """
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
@@ -111,7 +115,7 @@ def collect(study: Study) -> list[VariantResult]:
     for name, tasks in tasks_of.items():
         try:
             curves[name] = _curves(tasks)
-        except MegarlError as error:
+        except MegarlError as error:  # its points are unusable, so it is not compared
             fits[name] = RunFit(name, None, str(error))
     compared = compare(curves)
     for entry in compared.entries:
@@ -127,6 +131,7 @@ def collect(study: Study) -> list[VariantResult]:
 
 
 def _curves(tasks: Sequence[StudyTask]) -> list[Curve]:
+    """Return the learning curve of each run."""
     curves = []
     for task in tasks:
         curves += read_points(task.rundir.path)
@@ -134,15 +139,15 @@ def _curves(tasks: Sequence[StudyTask]) -> list[Curve]:
 
 
 def _pass_rate_at(hours: float, run: Sequence[EvaluationPoint]) -> float:
-    """Return the pass rate at this compute, interpolated."""
+    """Return a run's pass rate at this compute, interpolated between evaluations."""
     compute = [point.compute_hours for point in run]
     pass_rates = [point.pass_rate for point in run]
     return float(np.interp(hours, compute, pass_rates))
 
 
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
-    """Return a run's evaluations by step. The score is the one that its recipe
-    forecasts, else that of all tasks together.
+    """Return a run's evaluations in the order of their steps. The score is the one that
+    its recipe forecasts, else that of all tasks together.
     """
     score = load(str(task.recipe)).forecast_column or "pass_rate"
     rows = latest_rows(task.rundir.metrics)
@@ -178,7 +183,7 @@ HEADINGS = (
 
 
 def cells(row: VariantResult) -> list[str]:
-    """Return the variant's line of the table."""
+    """Return the variant's line of the table, with means over its runs."""
     first = np.mean([run[0].pass_rate for run in row.runs])
     last_points = [run[-1] for run in row.runs]
     hours = np.mean([point.compute_hours for point in last_points])
@@ -207,7 +212,9 @@ def cells(row: VariantResult) -> list[str]:
 
 
 def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
-    """Return the table, explanations below it. missing: names of unfinished runs."""
+    """Return the table with explanations below it, for table.md. missing: names of
+    unfinished runs.
+    """
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
@@ -259,6 +266,9 @@ def _far_from_ceiling(rows: Sequence[VariantResult], ceiling: float) -> list[str
 
 
 def _spread(values: np.ndarray) -> str:
+    """Return the mean of the seeds' values and, if there are several, their standard
+    deviation.
+    """
     if len(values) == 1:
         return f"{values.mean():.3f}"
     return f"{values.mean():.3f} ± {values.std(ddof=1):.3f}"
@@ -269,15 +279,17 @@ CURVE_POINTS = 200
 
 
 def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
-    """Write `path`.png and `path`.svg with one panel per variant."""
+    """Write `path`.png and `path`.svg with one panel per variant, in lines of
+    PANELS_A_LINE. The first variant is drawn in grey in the panels of all others.
+    """
     lines = -(-len(rows) // PANELS_A_LINE)
     columns = min(len(rows), PANELS_A_LINE)
     size = (3.1 * columns, 2.6 * lines + 0.5)
     with drawing(size, lines, columns, sharex=True, sharey=True) as (figure, panels):
         for axes, row in zip(panels, rows, strict=False):
             if row is not rows[0]:
-                _curve(axes, rows[0], GREY)
-            _curve(axes, row, BLUE)
+                _draw_variant(axes, rows[0], GREY)
+            _draw_variant(axes, row, BLUE)
             axes.set_title(row.variant)
         for axes in panels[len(rows) :]:
             axes.set_visible(False)
@@ -297,7 +309,7 @@ def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
     with drawing((8, height)) as (figure, (axes,)):
         axes.plot([], [], "o", color=BLUE, label="last pass rate of a seed")
         axes.plot([], [], color=ORANGE, linewidth=2, label="asymptote A, 95 %")
-        for y, row in enumerate(rows):
+        for y, row in enumerate(rows):  # downwards: ylim is reversed below
             axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75)
             if row.fit is None:
                 continue
@@ -313,10 +325,11 @@ def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
         save(figure, path, dpi=140)
 
 
-def _curve(axes: Axes, row: VariantResult, color: str) -> None:
+def _draw_variant(axes: Axes, row: VariantResult, color: str) -> None:
+    """Draw the evaluations of all seeds, and the fitted law if there is one."""
     for run in row.runs:
-        hours = [p.compute_hours for p in run]
-        rates = [p.pass_rate for p in run]
+        hours = [point.compute_hours for point in run]
+        rates = [point.pass_rate for point in run]
         axes.plot(hours, rates, "o", color=color, markersize=3, alpha=0.5, markeredgewidth=0)
     if row.fit is not None:
         line = np.linspace(*row.fit.window, CURVE_POINTS)

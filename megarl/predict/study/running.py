@@ -45,9 +45,9 @@ CommandLines = Sequence[Sequence[str]]
 
 
 class StudyHooks(NamedTuple):
-    """The steps in which kinds of study differ. prerequisites: returns the commands
-    that a task needs before `megarl train`; ended: returns whether a task has nothing
-    left to do; done: called after a task's run.
+    """What kinds of study do differently. prerequisites: returns the commands that a
+    task needs before `megarl train`; ended: returns whether a task has nothing left to
+    do; done: called after a task's run if that has reached its end.
     """
 
     prerequisites: Callable[[StudyTask], CommandLines] = lambda task: ()
@@ -90,11 +90,13 @@ def prepared(
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Parse a list of numbers such as 0,1,2. MegarlError if it is none."""
+    """Parse a list of numbers such as 0,1,2. MegarlError if it is none, or has a
+    negative one. option: its name, for the error.
+    """
     try:
         listed = [int(number) for number in text.split(",")]
     except ValueError:
-        listed = [-1]
+        listed = [-1]  # refused below
     if min(listed) < 0:
         raise MegarlError(f"{option}: {text!r} is not a list of numbers such as 0,1,2")
     return listed
@@ -173,7 +175,7 @@ def run(
         for task in tasks:
             if hooks.ended(task):
                 continue
-            if task.state() != "done":
+            if task.state() != "done":  # a done task may still lack `hooks.done`
                 _run_task(task, hooks, stop_request, display)
             if task.state() == "done":
                 hooks.done(task)
@@ -192,7 +194,8 @@ def _run_task(
     task: StudyTask, hooks: StudyHooks, stop_request: StopRequest, display: ProgressDisplay
 ) -> None:
     """Run a task's commands until one fails or the study is asked to stop."""
-    # An earlier life that was stopped has left it.
+    # An earlier process of the run, which was stopped, has left it; with it, the task
+    # would not count as begun.
     task.rundir.summary.unlink(missing_ok=True)
     for command in (*hooks.prerequisites(task), [*TRAIN, *task.arguments]):
         status = _finish(command, task, stop_request, display)
@@ -206,8 +209,8 @@ def _finish(
     """Run a command to its end and return its status. Each request to stop is passed on
     to it once.
     """
-    environment = os.environ | {SUPERVISOR: str(os.getpid())}
-    passed_on = 0
+    environment = os.environ | {SUPERVISOR: str(os.getpid())}  # it ends if this process does
+    passed_on = 0  # requests
     with task.log.open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -256,6 +259,6 @@ def _progress(task: StudyTask) -> tuple[str, str, str]:
     rows = latest_rows(task.rundir.metrics)
     steps = f"{rows[-1]['step'] + 1}" if rows else "-"
     rates = [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
-    first_and_last = rates[:: max(1, len(rates) - 1)]
+    first_and_last = [*rates[:1], *rates[1:][-1:]]  # the only one once
     ends = " → ".join(f"{rate:.3f}" for rate in first_and_last)
     return steps, ends, sparkline(rates, 20)

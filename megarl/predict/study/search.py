@@ -68,9 +68,9 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """A comparison of arms. standings: the likeliest first. problem: the reason why
-    no asymptotes were compared, "" if they were. ceiling: the common A, 0 if there is
-    none.
+    """A comparison of arms. standings: the likeliest best first. problem: the reason
+    why no asymptotes were compared, "" if they were. ceiling: the common A, 0 if no
+    asymptotes were compared.
     """
 
     standings: tuple[Standing, ...]
@@ -83,8 +83,8 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class Rung(msgspec.Struct, frozen=True):
-    """A rung's decision. arms: those that go on, the likeliest first; failed: runs that
-    did not reach the step.
+    """A rung's decision. arms: those that go on, the likeliest best first; failed: runs
+    that did not reach the step.
     """
 
     step: int
@@ -94,8 +94,8 @@ class Rung(msgspec.Struct, frozen=True):
 
 
 def search(names: Sequence[str], options: StudyOptions, search_options: SearchOptions) -> int:
-    """Search among recipes and their variations by `vary`. If a task is given, run only
-    its part of the present rung.
+    """Search among recipes and their variations by `vary`; return the exit status. If a
+    task is given, run only its part of the present rung.
     """
     recipes = arms(names, options.overrides, search_options.vary)
     rungs = _rungs(recipes, search_options)
@@ -120,6 +120,7 @@ def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) ->
             while arm in recipes:  # such as of +1 and -1
                 arm += "-2"
             recipes[arm] = recipe
+            # Name and seed make no other recipe: the study gives each run its own.
             run = recipe.run.model_copy(update={"name": "", "seed": 0})
             text = dump(recipe.model_copy(update={"run": run}))
             twin = first_values.setdefault(text, values)
@@ -221,14 +222,14 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
     a run failed; 128 + signal: stopped. A failed run is tried again as long as its rung
     is not decided; with an `index`, as one of several jobs, it counts as ended.
     """
-    alive = study.variants
+    alive = study.variants  # arms that no rung has dropped
     status = 0
     ended = ("done",) if index is None else ("done", "failed")
     for stage in (study.trunk, *_stages(study)):
-        if stage.variants == study.variants:
+        if stage.variants == study.variants:  # not the trunk
             stage = replace(stage, variants=alive)
             file = _file(study, stage.steps)
-            if file.exists():
+            if file.exists():  # this rung is decided
                 alive = _read(file).arms
                 continue
         missing = [task for task in stage.tasks if task.state() not in ended]
@@ -266,7 +267,9 @@ def table_and_plots(path: Path) -> int:
 
 
 def _stages(study: Study) -> list[Study]:
-    """Return the study up to each rung, and to its end."""
+    """Return the study up to each rung, and up to its last step, as studies with these
+    `steps`.
+    """
     return [replace(study, steps=step) for step in (*study.rungs, _total(study))]
 
 
@@ -303,7 +306,7 @@ def _read(file: Path) -> Rung:
 
 def decide(study: Study, stage: Study) -> Rung:
     """Decide which variants go on after the stage's step: the better half of those that
-    reached it. MegarlError if none did.
+    reached it. Write and return the decision. MegarlError if none reached it.
     """
     done = [task for task in stage.tasks if task.state() == "done"]
     if not done:
@@ -325,8 +328,8 @@ def decide(study: Study, stage: Study) -> Rung:
 
 
 def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, list[Curve]]:
-    """Return each arm's curves up to its step in `until`, over hours without start-up
-    and evaluation.
+    """Return each arm's curves, one per seed, up to the arm's step in `until`, over
+    hours without start-up and evaluation.
     """
     curves: dict[str, list[Curve]] = {}
     for task in tasks:
@@ -342,17 +345,16 @@ def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, l
 
 
 def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
-    """Compare arms, each by the curves of its seeds."""
-    problem = "one arm is left" if len(curves) < 2 else ""
+    """Compare arms, each by the curves of its seeds: by fits if all arms have one."""
+    if len(curves) < 2:
+        return _by_scores(curves, "one arm is left")
     try:
         comparison = compare(curves)
     except MegarlError as error:  # such as hours of GPUs and of CPU cores
         return _by_scores(curves, str(error))
     for entry in comparison.entries:
-        if not problem and entry.fit is None:
-            problem = entry.problem
-    if problem:
-        return _by_scores(curves, problem)
+        if entry.fit is None:
+            return _by_scores(curves, entry.problem)
     return _by_fits(curves, comparison)
 
 
@@ -363,7 +365,10 @@ def _by_scores(curves: Mapping[str, Sequence[Curve]], problem: str) -> Judgement
     rng = np.random.default_rng(0)
     drawn = np.empty((len(curves), DRAWS))  # the mean of an arm's seeds, [arms, draws]
     for index, of_arm in enumerate(curves.values()):
-        seeds = [rng.normal(*_last(curve), DRAWS) for curve in of_arm]
+        seeds = []
+        for curve in of_arm:
+            score, deviation = _last_score(curve)
+            seeds.append(rng.normal(score, deviation, DRAWS))
         drawn[index] = np.mean(seeds, axis=0)
     won = chances(drawn, drawn, within=0.0)
     standings = []
@@ -401,7 +406,8 @@ def _ranked(standings: Sequence[Standing]) -> tuple[Standing, ...]:
 
 def _score(curves: Sequence[Curve]) -> float:
     """Return the mean of the last scores of an arm's seeds."""
-    return float(np.mean([_last(curve)[0] for curve in curves]))
+    last_scores = [_last_score(curve)[0] for curve in curves]
+    return float(np.mean(last_scores))
 
 
 def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.ndarray:
@@ -414,8 +420,10 @@ def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.nd
     return np.bincount(best, minlength=arms) / draws
 
 
-def _last(curve: Curve) -> tuple[float, float]:
-    """Return the last score and its binomial standard deviation."""
+def _last_score(curve: Curve) -> tuple[float, float]:
+    """Return the last score, that before training if there is no other, and its
+    binomial standard deviation.
+    """
     rate = float([curve.r0 or 0.0, *curve.pass_rate][-1])
     answers = curve.answers or 1
     # A perfect score is not without noise.
@@ -453,8 +461,8 @@ def _lines(rung: Rung) -> Iterator[str]:
 
 
 def report(study: Study) -> str:
-    """Return search.md: each rung's decision and, once all runs have ended, the winner,
-    its probability, and compute saved.
+    """Return the text of search.md: each rung's decision and, once all runs have ended,
+    the winner, its probability, and compute saved.
     """
     files = [_file(study, step) for step in study.rungs]
     rungs = [_read(file) for file in files if file.exists()]
@@ -472,7 +480,9 @@ def report(study: Study) -> str:
 
 
 def _conclusion(study: Study, rungs: Sequence[Rung], alive: Sequence[str], total: int) -> str:
-    """Return the end of search.md. alive: the arms that ran to `total` steps."""
+    """Return the end of search.md. rungs: all decisions; alive: the arms that ran to
+    `total` steps.
+    """
     reached: dict[str, int] = {}  # the last step of each arm
     for rung in rungs:
         for standing in rung.judgement.standings:
@@ -507,16 +517,21 @@ def _conclusion(study: Study, rungs: Sequence[Rung], alive: Sequence[str], total
 def _compute_saved(
     study: Study, tasks: Sequence[StudyTask], reached: Mapping[str, int], total: int
 ) -> str:
-    """Return a line on the search's compute, and that of all arms to `total` steps."""
+    """Return a line on the search's compute, and what all arms would have taken to
+    `total` steps without it. tasks: the runs of arms that reached their last step,
+    which `reached` has by arm. Each arm's compute is extrapolated from its own steps
+    after the branch.
+    """
     trunk_hours = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
     spent = sum(trunk_hours.values())
     without_search = 0.0
     for task in tasks:
         shared = trunk_hours.get(task.seed, 0.0)
-        branch = _hours(task, reached[task.variant]) - shared
-        steps = reached[task.variant] - study.branch
-        spent = spent + branch
-        without_search = without_search + shared + branch * (total - study.branch) / steps
+        own_compute = _hours(task, reached[task.variant]) - shared
+        own_steps = reached[task.variant] - study.branch
+        spent = spent + own_compute
+        own_to_end = own_compute * (total - study.branch) / own_steps
+        without_search = without_search + shared + own_to_end
     unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
     return (
         f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace,"
@@ -525,6 +540,6 @@ def _compute_saved(
 
 
 def _hours(task: StudyTask, until: int) -> float:
-    """Return all compute of a run up to a step."""
+    """Return all compute of a run up to a step, that of its trunk included."""
     rows = [row for row in latest_scores(task.rundir.eval) if row["step"] <= until]
     return float(max(row["compute_hours"] for row in rows))

@@ -158,8 +158,10 @@ def _blocks(turn: ServedTurn) -> list[JsonObject]:
 
 
 def _block_events(index: int, block: JsonObject) -> Iterator[JsonObject]:
-    """Yield the events of one block."""
-    empty: JsonObject
+    """Yield the events of one block of an answer: its start, without content, the
+    content in deltas, and its end. index: its place in the answer.
+    """
+    empty: JsonObject  # the fields that a block starts with, and deltas fill
     match block["type"]:
         case "thinking":
             empty = {"thinking": "", "signature": ""}
@@ -188,8 +190,8 @@ def _messages(message: BlockMessage, field: str) -> Iterator[CanonicalMessage]:
     if role == "assistant":
         yield _assistant_message(blocks, field)
         return
-    for is_result, group in groupby(blocks, lambda block: block.type == "tool_result"):
-        if not is_result:
+    for are_results, group in groupby(blocks, lambda block: block.type == "tool_result"):
+        if not are_results:
             yield CanonicalMessage(role, wire.text_of(list(group), f"{field}.content", "\n"))
             continue
         for block in group:

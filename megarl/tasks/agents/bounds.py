@@ -86,7 +86,7 @@ class ByteBudget:
         """Wait until `count` bytes are free, and occupy them while the block runs.
         WireError if they are not free within WAIT_LIMIT_S.
         """
-        count = min(count, self._size)
+        count = min(count, self._size)  # a larger request has all bytes for itself
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, turn))
         self._admit()
@@ -96,16 +96,18 @@ class ByteBudget:
         finally:
             if turn.done() and not turn.cancelled():
                 self._free += count
-            turn.cancel()
+            turn.cancel()  # if it still waits, `_admit` passes over it
             self._admit()
 
     def _admit(self) -> None:
+        """Let in those who wait, first come, first served, as far as bytes are free."""
         while self._waiting:
             count, turn = self._waiting[0]
-            if not turn.done() and count > self._free:
+            gave_up = turn.done()  # cancelled as it waited
+            if not gave_up and count > self._free:
                 return
             self._waiting.popleft()
-            if not turn.done():
+            if not gave_up:
                 self._free -= count
                 turn.set_result(None)
 

@@ -90,14 +90,15 @@ class Marks(NamedTuple):
         prefix_atoms = _ATOM.findall(prefix.strip())
         infix_atoms = _ATOM.findall(infix.strip())
         suffix_atoms = _ATOM.findall(suffix.strip())
-        in_opening = _common(prefix_atoms[::-1], infix_atoms[::-1])
-        first = prefix_atoms[: len(prefix_atoms) - in_opening]
-        opening = infix_atoms[len(infix_atoms) - in_opening :]
-        closing_and_joint = infix_atoms[: len(infix_atoms) - in_opening]
-        in_closing = _common(closing_and_joint, suffix_atoms)
-        closing = closing_and_joint[:in_closing]
-        joint = closing_and_joint[in_closing:]
-        last = suffix_atoms[in_closing:]
+        # prefix: first opening; infix: closing joint opening; suffix: closing last
+        opening_length = _common(prefix_atoms[::-1], infix_atoms[::-1])
+        first = prefix_atoms[: len(prefix_atoms) - opening_length]
+        opening = infix_atoms[len(infix_atoms) - opening_length :]
+        closing_and_joint = infix_atoms[: len(infix_atoms) - opening_length]
+        closing_length = _common(closing_and_joint, suffix_atoms)
+        closing = closing_and_joint[:closing_length]
+        joint = closing_and_joint[closing_length:]
+        last = suffix_atoms[closing_length:]
         marks = (first, opening, closing, joint, last)
         return Marks(*("".join(atoms).strip() for atoms in marks))
 
@@ -197,11 +198,13 @@ class CallFormat:
     @cached_property
     def _key(self) -> re.Pattern[str]:
         """The pattern of an argument's name, and the mark between it and the value."""
-        longest = _LONGEST_KEY - 2
+        longest = _LONGEST_KEY - 2  # between the first character and the last
         return re.compile(rf"\s*(\S(?:.{{,{longest}}}?\S)??)\s*{_literal(self.value)}")
 
     def _sections(self, text: str, tools: Iterable[JsonObject]) -> Iterator[CallSection]:
-        """Yield each place with calls."""
+        """Yield each place with calls. tools: as in `read`. If no mark precedes calls,
+        they are all of the text or none.
+        """
         schemas = {
             tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties")
             for tool in tools
@@ -209,7 +212,7 @@ class CallFormat:
         if self.begins is None:
             section = self._section(text, 0, schemas)
             if section and not text[section.end :].strip():
-                yield section._replace(end=len(text))
+                yield section._replace(end=len(text))  # with the whitespace behind it
             return
         at = 0
         while mark := self.begins.search(text, at):
@@ -222,7 +225,7 @@ class CallFormat:
 
     def _section(self, text: str, start: int, schemas: JsonObject) -> CallSection | None:
         """Return the calls that begin at `start`; None if there is no call, or no last
-        mark.
+        mark. schemas: the arguments' schemas, by tool.
         """
         marks = self.calls
         may_be_several = bool(marks.first or marks.joint or marks.last)
@@ -248,7 +251,7 @@ class CallFormat:
         head = self._head.match(text, _skipped(text, start))
         if head is None:
             return None
-        written = head[head.lastindex] if head.lastindex else ""
+        written = head[head.lastindex] if head.lastindex else ""  # the name, if it is there
         name: Any = written
         if self.by_ids:
             name = written.removeprefix("functions.").rpartition(":")[0]
@@ -261,7 +264,7 @@ class CallFormat:
                 if self.arguments:
                     name = arguments["name"]
                     arguments = arguments[self.arguments]
-            # ValueError for 1e999, or for \ud83d alone
+            # ValueError for what no agent could be served: 1e999, or \ud83d alone
             json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
@@ -272,7 +275,8 @@ class CallFormat:
 
     def _pairs(self, text: str, at: int, keys: Marks, properties: Any) -> tuple[JsonObject, int]:
         """Return the arguments that begin at `at`, and where the last one's closing
-        mark ends. ValueError if one has no end.
+        mark ends. properties: their schemas by name, if they are known. ValueError if
+        one has no end.
         """
         arguments: JsonObject = {}
         start = _mark_end(text, at, keys.opening)
@@ -294,7 +298,8 @@ class CallFormat:
 
 def call_format(chat: ChatTemplate, ends: Iterable[str]) -> CallFormat | None:
     """Return how this template writes calls; None if it writes none, or in an unknown
-    format. ends: texts that end a turn.
+    format. ends: texts that end a turn. Tried: arguments as objects and as text, names
+    and ids, two calls and, for templates that take no more, one.
     """
     end = re.compile("|".join(map(re.escape, ends)))
     for as_text, by_ids, count in product((False, True), (False, True), (2, 1)):
@@ -373,10 +378,10 @@ def _inferred(turn: _ProbeTurn, ends: re.Pattern[str]) -> CallFormat:
         calls.append(_written_call(text, at, written, name, arguments))
         at = calls[-1].end
     first = calls[0]
-    between = text[first.end : calls[1].start] if turn.count > 1 else None
     prefix = text[: first.start]
+    infix = text[first.end : calls[1].start] if turn.count > 1 else None
     suffix = ends.split(text[at:])[0]
-    marks = Marks.inferred(prefix, between, suffix)
+    marks = Marks.inferred(prefix, infix, suffix)
     format = CallFormat(
         marks, first.arguments, first.after_name, by_ids=turn.by_ids, as_text=turn.as_text
     )
@@ -388,10 +393,13 @@ def _inferred(turn: _ProbeTurn, ends: re.Pattern[str]) -> CallFormat:
 
 
 def _key_by_key(format: CallFormat, before_parts: Sequence[str]) -> CallFormat:
-    """Return the format with the marks of keys and values. ValueError if there are
-    none.
+    """Return the format with the marks of keys and values. before_parts: the text
+    before each key and value of a call with two arguments. ValueError if there are no
+    marks.
     """
     before_key, before_value, before_second_key = before_parts[:3]
+    # What precedes the first key also ends the name, and what follows the last value
+    # also ends the call.
     keys = Marks.inferred(before_key, before_second_key, format.calls.closing)
     value = before_value.strip()
     if not (keys.opening and keys.closing and value):
@@ -407,7 +415,9 @@ def _key_by_key(format: CallFormat, before_parts: Sequence[str]) -> CallFormat:
 
 
 def _around_text(turn: _ProbeTurn, format: CallFormat) -> tuple[str, str]:
-    """Return the marks around a text that precedes calls of this format."""
+    """Return the marks around a text that precedes calls of this format; two empty
+    texts if the template drops the text, or nothing tells it from the calls.
+    """
     prefix, text, rest_of_turn = turn.written(ANSWER_TEXT).partition(ANSWER_TEXT)
     if text and format.begins is not None and (mark := format.begins.search(rest_of_turn)):
         return prefix.strip(), rest_of_turn[: mark.start()].strip()
@@ -417,23 +427,23 @@ def _around_text(turn: _ProbeTurn, format: CallFormat) -> tuple[str, str]:
 def _written_call(
     text: str, at: int, written: str, name: str, arguments: dict[str, str]
 ) -> _WrittenCall:
-    """Return the next call in a text. written: the text written as its name. ValueError
-    if there is none.
+    """Return the next call in a text, in the first of the three formats that it has.
+    written: the text written as its name. ValueError if there is none.
     """
     name_start = text.index(written, at)
     name_end = name_start + len(written)
-    with suppress(ValueError):
+    with suppress(ValueError):  # one JSON object with name and arguments
         start = text.rindex("{", at, name_start)
         value, end = _decoder.raw_decode(text, start)
         keys = [key for key, item in value.items() if item == arguments]
         if value.get("name") == name and keys:
             return _WrittenCall(start, end, arguments=keys[0])
-    with suppress(ValueError):
+    with suppress(ValueError):  # the name, and a JSON object
         start = text.index("{", name_end)
         value, end = _decoder.raw_decode(text, start)
         if value == arguments:
             return _WrittenCall(name_start, end, after_name=text[name_end:start].strip())
-    end = name_end
+    end = name_end  # the name, and key by key
     before_parts: list[str] = []
     for part in chain.from_iterable(arguments.items()):
         start = text.index(part, end)
@@ -481,7 +491,7 @@ def read_turn(
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the common prefix."""
+    """Return how many items two sequences have in common at their beginnings."""
     shorter = min(len(first), len(second))
     for length in range(shorter):
         if first[length] != second[length]:
@@ -512,6 +522,7 @@ def _skipped(text: str, at: int) -> int:
 
 
 def _field(value: Any, key: str) -> Any:
+    """Return the field of a JSON object; None if it has none, or is no object."""
     return value.get(key) if isinstance(value, dict) else None
 
 
@@ -542,6 +553,7 @@ def _value(text: str, types: set[str]) -> Any:
 
 
 def _not_json(constant: str) -> Never:
+    """Raise ValueError for NaN or Infinity, which Python's decoder would take."""
     raise ValueError(f"{constant} is not JSON")
 
 

@@ -106,7 +106,7 @@ class ChatCompletions(wire.WireProtocol):
         """Return the body of an answer."""
         message: JsonObject = {"role": "assistant", "content": turn.message.text}
         if turn.message.calls and not turn.message.text:
-            message["content"] = None  # without calls it is a text: agents strip it without a look
+            message["content"] = None  # only with calls: agents expect a text without them
         if turn.message.reasoning:
             message["reasoning_content"] = turn.message.reasoning
         if turn.message.calls:
@@ -125,7 +125,7 @@ class ChatCompletions(wire.WireProtocol):
             deltas.append({"content": message.text})
         for n, call in enumerate(_calls(message)):
             deltas.append({"tool_calls": [{"index": n} | call]})
-        for delta in deltas:
+        for delta in deltas:  # events of this protocol have no names
             yield "", head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         yield "", head | {"choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish}]}
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -150,6 +150,7 @@ def _messages(message: ChatMessage, field: str) -> Iterator[CanonicalMessage]:
 
 
 def _calls(message: CanonicalMessage) -> list[JsonObject]:
+    """Return a message's calls in this protocol's form."""
     return [
         {
             "id": call.id,
@@ -161,6 +162,9 @@ def _calls(message: CanonicalMessage) -> list[JsonObject]:
 
 
 def _head(turn: ServedTurn, body: JsonObject, kind: str) -> JsonObject:
+    """Return the fields that an answer, and each chunk of one, begins with. kind: which
+    of both it is; body: the request's, which names the model.
+    """
     return {
         "id": f"chatcmpl-{turn.node.number}",
         "object": kind,
@@ -170,6 +174,7 @@ def _head(turn: ServedTurn, body: JsonObject, kind: str) -> JsonObject:
 
 
 def _usage(turn: ServedTurn) -> dict[str, int]:
+    """Return the numbers of tokens that an answer reports."""
     return {
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.completion_tokens,

@@ -35,8 +35,8 @@ class ContextFull(WireError):
 
 
 def refused_field(field: str, reason: str) -> WireError:
-    """Return the error for a field with which the policy would sample from another
-    distribution, or that asks for something that it cannot do.
+    """Return the error for a field of a request that is not supported. reason: why not;
+    field: its name or place.
     """
     return WireError(400, f"{field}: {reason}", "unsupported_parameter")
 

@@ -65,9 +65,9 @@ class Gateway:
         self._host = host
         self.url = ""
         self._sessions: dict[str, AgentSession] = {}
-        self._rewarded: dict[str, AgentSession] = {}  # the same, by the key for rewards
+        self._sessions_by_reward_key: dict[str, AgentSession] = {}
         self._ignored = set[tuple[str, str]]()
-        self._warned = False
+        self._has_warned = False
         self._budget = ByteBudget(IN_FLIGHT)
         app = web.Application(middlewares=[_unknown_routes])
         for prefix in ("", "/s/{key}"):
@@ -104,11 +104,11 @@ class Gateway:
     ) -> AsyncIterator[AgentSession]:
         """Serve a session while the block runs."""
         session = AgentSession(recipe, tokenizer, rendering, policy)
-        self._sessions[session.key] = self._rewarded[session.reward_key] = session
+        self._sessions[session.key] = self._sessions_by_reward_key[session.reward_key] = session
         try:
             yield session
         finally:
-            del self._sessions[session.key], self._rewarded[session.reward_key]
+            del self._sessions[session.key], self._sessions_by_reward_key[session.reward_key]
             session.end("the agent has ended")
 
     def _handler(
@@ -120,12 +120,12 @@ class Gateway:
         this class's methods. `_reward` needs the key for rewards, others the one for
         requests.
         """
-        keys = self._rewarded if serve == self._reward else self._sessions
+        keys = self._sessions_by_reward_key if serve == self._reward else self._sessions
 
         async def handle(request: web.Request) -> web.StreamResponse:
             """Serve a request; what is refused is answered in the protocol's form."""
             try:
-                session = self._opened(request, keys)
+                session = self._session_of(request, keys)
                 return await serve(request, protocol, session)
             except WireError as error:
                 return web.json_response(protocol.error(error), status=error.status)
@@ -135,13 +135,13 @@ class Gateway:
                 )
             except ConnectionError as error:
                 log.debug("an agent's request ended before its answer: %r", error)
-                return web.Response(status=400)
+                return web.Response(status=400)  # which nobody receives
 
         return handle
 
-    def _opened(self, request: web.Request, keys: Mapping[str, AgentSession]) -> AgentSession:
-        """Return the session that the request's key belongs to, before any of the body
-        is read. WireError if none has it.
+    def _session_of(self, request: web.Request, keys: Mapping[str, AgentSession]) -> AgentSession:
+        """Return the session that the request's key belongs to. keys: the sessions by
+        the keys for requests, or by those for rewards. WireError if none has it.
         """
         path_key = request.match_info.get("key", "")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -150,10 +150,10 @@ class Gateway:
             if key in keys:
                 return keys[key]
         right_key = "the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
-        if keys is self._rewarded:
+        if keys is self._sessions_by_reward_key:
             right_key = "`reward_key`, which the agent is given with its task"
-            if not self._sessions.keys().isdisjoint(request_keys) and not self._warned:
-                self._warned = True
+            if not self._sessions.keys().isdisjoint(request_keys) and not self._has_warned:
+                self._has_warned = True
                 log.warning(
                     "a reward was refused, because it came with the key for requests; use %s",
                     right_key,
@@ -193,7 +193,7 @@ class Gateway:
         """Read a request's body; while the block works on it, it counts against the
         budgets.
         """
-        size = session.bounds.body_bytes
+        size = session.bounds.body_bytes  # if the request does not say its size
         if request.content_length is not None and "Content-Encoding" not in request.headers:
             size = request.content_length
         session.bounds.check_bytes(size)
@@ -222,8 +222,8 @@ class Gateway:
         async with self._admitted(request, session) as data:
             pending, body = self._pending_turn(request, protocol, session, data)
             del data  # the answer may take an hour
-            await pending.rendered.wait()
-        await pending.placed.wait()
+            await pending.rendered.wait()  # until then its bytes count against the budgets
+        await pending.placed.wait()  # what is refused until then gets its own status
         is_stream = bool(body.get("stream"))
         response = await _waited(request, pending, is_stream)
         try:
@@ -249,13 +249,16 @@ class Gateway:
         self, request: web.Request, protocol: WireProtocol, session: AgentSession, data: bytes
     ) -> tuple[PendingTurn, JsonObject]:
         """Return the generation that answers a request, and the fields of its body
-        without the conversation.
+        without the conversation. A request that is sent again gets the generation that
+        it began.
         """
         digest = hashlib.sha256(protocol.path.encode())
         digest.update(data)
+        # OpenAI's and Anthropic's clients count their retries in this header.
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
         def is_open() -> bool:
+            """Return whether the client is still connected."""
             return request.transport is not None and not request.transport.is_closing()
 
         body = protocol.parse(data)
@@ -265,10 +268,12 @@ class Gateway:
             agent_request = _agent_request(protocol, body, session)
             pending = session.start(agent_request, digest.digest(), is_open)
             self._note_ignored(protocol, body)
+        # What is still JSON is the conversation, and what nobody reads.
         fields = {name: value for name, value in body.items() if not isinstance(value, msgspec.Raw)}
         return pending, fields
 
     def _note_ignored(self, protocol: WireProtocol, body: JsonObject) -> None:
+        """Log the fields of a body that are ignored, each once."""
         for field in protocol.ignored(body):
             if (protocol.path, field) not in self._ignored:
                 self._ignored.add((protocol.path, field))
@@ -281,6 +286,7 @@ def _server_log() -> logging.Logger:
     """
 
     def shorten(record: logging.LogRecord) -> bool:
+        """Change a record in place, and keep it."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             record.msg = "an agent's request is malformed: %s"
@@ -399,6 +405,7 @@ def _unknown_model(model: str) -> WireError:
 
 
 def _check_reward(size: int) -> None:
+    """Raise WireError if a body of so many bytes is too long for a reward."""
     if size > LARGEST_REWARD:
         raise WireError(
             413, f"reward: the body is longer than {LARGEST_REWARD:,} bytes", "too_large"

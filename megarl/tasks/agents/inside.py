@@ -82,6 +82,7 @@ def main(words: list[str]) -> None:
     """Turn this process into the command, or call the function and post its reward."""
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
+    # for this and each child process
     quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     resource.setrlimit(resource.RLIMIT_DATA, (quarter_of_memory, quarter_of_memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
@@ -107,6 +108,7 @@ def main(words: list[str]) -> None:
 
 
 async def _awaited(reward: Awaitable[object]) -> object:
+    """Return what an async function returns; asyncio.run takes only coroutines."""
     return await reward
 
 

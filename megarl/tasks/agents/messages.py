@@ -54,7 +54,7 @@ class ToolCall(NamedTuple):
 
     @property
     def json(self) -> str:
-        """Return the arguments as the text that is served."""
+        """The arguments as the text that is served."""
         if isinstance(self.arguments, str):
             return self.arguments
         return json.dumps(self.arguments, ensure_ascii=False)
@@ -75,9 +75,7 @@ class CanonicalMessage:
 
     @cached_property
     def key(self) -> bytes:
-        """Return a hash of the parts that must agree for two messages to be the
-        same.
-        """
+        """A hash of what must agree for two messages to be the same."""
         text = self.text.strip() if self.role == "assistant" else self.text
         calls = [[call.name, comparable(call.arguments)] for call in self.calls]
         return hashlib.sha256(tagged([self.role, text, calls])).digest()
@@ -160,11 +158,14 @@ class ReadMessages:
 
 
 def decoded[T](raw: msgspec.Raw, kind: type[T], field: str) -> T:
-    """Return the JSON of a body's field as a `kind`. WireError if it is none."""
+    """Return the JSON of a body's field as a `kind`. WireError if it is none; the place
+    that it names begins at the body, `$.messages[0].role`, and not at the field, as in
+    msgspec's error.
+    """
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        problem, _, inner = str(error).partition(" - at `$")
-        raise WireError(400, f"{problem} - at `$.{field}{inner or '`'}") from None
+        problem, _, place_in_field = str(error).partition(" - at `$")
+        raise WireError(400, f"{problem} - at `$.{field}{place_in_field or '`'}") from None
     except RecursionError:
         raise WireError(400, f"{field}: nested too deeply") from None

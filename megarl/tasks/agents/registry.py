@@ -67,19 +67,22 @@ class Turns:
     @asynccontextmanager
     async def turn(self, order: tuple[int, int, int]) -> AsyncIterator[None]:
         """Wait for a place, and hold it while the block runs."""
-        mine = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (order, next(self._numbers), mine))
+        place = asyncio.get_running_loop().create_future()  # done when this task has one
+        # The number keeps those of equal order in turn, and futures from being
+        # compared.
+        heapq.heappush(self._waiting, (order, next(self._numbers), place))
         self._let_in()
         try:
-            await mine
+            await place
             yield
         finally:
-            if mine.done() and not mine.cancelled():
+            if place.done() and not place.cancelled():
                 self._free += 1
-            mine.cancel()
+            place.cancel()  # if it still waits, `_let_in` passes over it
             self._let_in()
 
     def _let_in(self) -> None:
+        """Give the free places to those who wait."""
         while self._free and self._waiting:
             _, _, first = heapq.heappop(self._waiting)
             if not first.done():
@@ -136,7 +139,7 @@ class TaskAgents:
         """Return whether an agent does the rollouts of this task."""
         return task in self._tasks
 
-    async def session(
+    async def run_session(
         self,
         prompt: Prompt,
         order: tuple[int, int, int],
@@ -150,6 +153,8 @@ class TaskAgents:
         """
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
+        # Several sessions wait for one start, which one that is cancelled must not
+        # cancel.
         gateway = await asyncio.shield(self._gateway)
         rendering = self._renderings[prompt.task]
         async with self._turns.turn(order):
@@ -157,7 +162,7 @@ class TaskAgents:
                 async with gateway.session(
                     self._recipe, self._tokenizer, rendering, policy
                 ) as session:
-                    problem = await self._problem(prompt, session, gateway.url, waited)
+                    problem = await self._run_agent(prompt, session, gateway.url, waited)
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
@@ -173,15 +178,19 @@ class TaskAgents:
         )
 
     async def close(self) -> None:
-        """End the sessions, and stop to serve."""
+        """End the sessions, and stop to serve. Errors are suppressed: a start that
+        failed has been reported, and nothing comes after the end.
+        """
         if self._gateway is not None:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await (await self._gateway).close()
 
-    async def _problem(
+    async def _run_agent(
         self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]
     ) -> str:
-        """Run the agent as `_run` does, and return why it cannot be run, too."""
+        """Run the agent, and return why there is nothing to grade, or "": as `_run`,
+        and also if the agent cannot be run.
+        """
         try:
             return await self._run(prompt, session, url, waited)
         except Exception as error:  # agents may have filled the disk, or taken all processes
@@ -198,9 +207,10 @@ class TaskAgents:
         with tempfile.TemporaryFile() as output:
             async with async_scratch() as folder:
                 status = await self._run_in(folder, output, prompt, session, url, waited)
-            output.seek(max(0, output.seek(0, os.SEEK_END) - PRINTED_BYTES))
+            length = output.seek(0, os.SEEK_END)
+            output.seek(max(0, length - PRINTED_BYTES))
             printed = output.read().decode(errors="replace").strip()
-        if session.refused:  # the agent may not have looked at the answer
+        if session.refused:  # its reward was, which the agent may not have noticed
             return session.refused
         if session.limited or session.reward is not None:
             return ""
@@ -276,7 +286,10 @@ async def _ended(
     limits: AgentSection,
     waited: Callable[[], float],
 ) -> None:
-    """Wait until the process has exited or must be stopped."""
+    """Wait until the process has exited or must be stopped: because the policy has
+    failed, or because KILL_LIMIT_S have passed since the session was over and its last
+    request answered. Ends the session if its time is up.
+    """
     over_since = None
     waited_before = waited()
     while process.returncode is None:

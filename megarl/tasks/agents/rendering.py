@@ -79,10 +79,12 @@ class Rendering:
         self.ends = tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
         self.calls = call_format(chat, self.ends)
         added = tokenizer.backend.get_added_tokens_decoder().values()
+        # The names of special tokens, the longest first: one may begin like another.
         self._special = sorted(
             (token.content for token in added if token.special), key=len, reverse=True
         )
         self._literal = tokenizer.literal()
+        # Both are random, so that no message can have them.
         self._guard = f"literal-{secrets.token_hex(8)}-"
         self._answer_text = f"{ANSWER_TEXT}-{secrets.token_hex(8)}"
         names = sorted({*self._special, *self.ends}, key=len, reverse=True)
@@ -99,8 +101,9 @@ class Rendering:
     def tail(
         self, node: TreeNode, request: AgentRequest, limit: int = UNLIMITED
     ) -> np.ndarray | None:
-        """Return the tokens to append to the node's; None if the request has to be
-        rendered whole. ContextFull as in `full_prompt`.
+        """Return the tokens to append to the node's for a request that continues it;
+        None if the request has to be rendered whole. limit, ContextFull: as in
+        `full_prompt`.
         """
         sampled = node.sampled
         ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
@@ -117,6 +120,7 @@ class Rendering:
         tokens = self._tokens(text, limit, len(node.tokens))
         if not ended:
             return tokens
+        # The text begins with the end token that was sampled, or one in its place.
         if self._closes or tokens[0] == sampled[-1]:
             return tokens[1:]
         return None
@@ -147,11 +151,12 @@ class Rendering:
             start_text = self._chat.render(start, tools, reply=False)
         except MegarlError:
             return None
-        # a template may drop text that accompanies calls
+        # A template may drop text that accompanies calls; if it does not, only what
+        # follows the text counts.
         if text.count(self._answer_text) == start_text.count(self._answer_text) == 1:
             text = text.partition(self._answer_text)[2]
             start_text = start_text.partition(self._answer_text)[2]
-        if self._closes:
+        if self._closes:  # the tail begins with the token that ends the answer
             marks = self._mark.finditer(start_text)
             ends = [mark.start() for mark in marks if mark[0] in self.ends]
             if not ends:
@@ -165,8 +170,9 @@ class Rendering:
         return self._beginning_with_mark(tail_text)
 
     def _has_system_texts(self, text: str, messages: Iterable[CanonicalMessage]) -> bool:
-        """Return whether the text has what the system says in the messages: a template
-        may put that at the beginning of the conversation, or leave it out.
+        """Return whether the text has all that the system says in the messages; it
+        lacks that if a template puts it at the beginning of the conversation, or leaves
+        it out.
         """
         return all(
             self._guarded(message.text).strip() in text
@@ -217,8 +223,9 @@ class Rendering:
         for part in self._parts(text):
             if passed + len(part.text) <= len(start):
                 passed += len(part.text)
-                cut += len(self._guard) + NUMBER_DIGITS if part.is_literal else len(part.text)
-            elif part.is_literal:
+                placeholder_length = len(self._guard) + NUMBER_DIGITS
+                cut += placeholder_length if part.is_literal else len(part.text)
+            elif part.is_literal:  # the tokens end within the name
                 return None
             else:
                 cut += len(start) - passed
@@ -228,6 +235,9 @@ class Rendering:
         return self._beginning_with_mark(text[cut:])
 
     def _render(self, request: AgentRequest) -> str:
+        """Return the text of all messages, with placeholders for the names of special
+        tokens in them. WireError if the template rejects the messages.
+        """
         template_calls = self._template_calls(request.messages)
         messages = [self._wire(message, template_calls) for message in request.messages]
         try:
@@ -267,6 +277,7 @@ class Rendering:
         return fields
 
     def _wire_call(self, call: ToolCall, template_calls: Mapping[str, TemplateCall]) -> JsonObject:
+        """Return a call in the form that templates expect."""
         as_text = self.calls is not None and self.calls.as_text
         arguments = self._guarded(call.json if as_text else call.arguments)
         template_call = template_calls.get(call.id, TemplateCall(call.id, call.name))
@@ -307,6 +318,7 @@ class Rendering:
         `preceding` ones are far beyond `limit`.
         """
         parts = [part for part in self._parts(text) if part.text]
+        # A text that may be far too long is first counted in pieces.
         if len(text) > CHARACTERS * (limit - preceding):
             self._check_length(parts, limit, preceding)
         ids = [self._tokenizer_of(part).ids(part.text) for part in parts]
@@ -352,7 +364,7 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
     """
     conversation = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
     tools = [PROBE] if rendering.calls else []
-    is_rendered = False
+    is_rendered = False  # whether any tail could be
     for answer, tail in _probes(with_calls=bool(rendering.calls)):
         tail_text = rendering.tail_text(answer, tail, tools)
         if tail_text is None:

@@ -67,7 +67,7 @@ class Responses(wire.WireProtocol):
         """Return the request in a body. WireError if the policy cannot answer it."""
         wire.refuse_format(body.text and body.text.format, "text.format")
         items = body.input
-        if bytes(items).startswith(b'"'):
+        if bytes(items).startswith(b'"'):  # a text alone is the user's message
             item = Item(role="user", content=msgspec.json.decode(items))
             items = msgspec.Raw(msgspec.json.encode([item]))
         messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
@@ -134,15 +134,17 @@ class Responses(wire.WireProtocol):
         }
 
     def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
-        """Yield an answer's events as (name, data)."""
+        """Yield an answer's events as (name, data): the beginning, those of each item,
+        and the whole answer.
+        """
         reply = self.reply(body, turn)
-        empty: JsonObject = {
+        unfinished: JsonObject = {
             "status": "in_progress",
             "output": [],
             "usage": None,
             "incomplete_details": None,
         }
-        start = {"response": reply | empty}
+        start = {"response": reply | unfinished}
         events: list[tuple[str, JsonObject]] = [("created", start), ("in_progress", start)]
         for n, item in enumerate(reply["output"]):
             events += _item_events(n, item)
@@ -152,7 +154,9 @@ class Responses(wire.WireProtocol):
 
 
 def _item_events(index: int, item: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the events of one item as (kind, event)."""
+    """Yield the events of one item of an answer as (kind, event). index: its place in
+    the answer. A message or reasoning has one part, a call none.
+    """
     place: JsonObject = {"output_index": index, "item_id": item["id"]}
     parts: list[JsonObject] = []
     if item["type"] == "function_call":
@@ -162,7 +166,7 @@ def _item_events(index: int, item: JsonObject) -> Iterator[tuple[str, JsonObject
         empty: JsonObject = {"arguments": ""}
     else:
         parts = item["content"]
-        (part,) = parts
+        (part,) = parts  # the only one
         place["content_index"] = 0
         kind = part["type"]
         delta = part["text"]

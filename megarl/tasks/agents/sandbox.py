@@ -124,8 +124,9 @@ def _advice(problem: str) -> str:
 
 
 def _needed(command: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths that an agent reads: our Python, what it imports, and its own
-    files.
+    """Yield the paths that an agent reads: our Python, what it imports, and the
+    directories of its program and of files among its arguments. command: the agent's;
+    empty for a function.
     """
     yield from (Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     for entry in [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]:
@@ -151,7 +152,7 @@ def _installation(program: Path) -> Path:
 
 
 def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
-    """Return bwrap's arguments with which nobody reaches these paths.
+    """Return bwrap's arguments by which the user `nobody` can reach these paths.
 
     They concern paths with a directory on the way that not everybody may pass. The
     files themselves have to be readable by everybody.
@@ -159,24 +160,24 @@ def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
     stops: set[Path] = set()
     for path in paths:
         stops.update(_stops(path))
-    closed_at: dict[Path, set[Path]] = {}
+    stops_within: dict[Path, set[Path]] = {}  # by the closed directory on their way
     for stop in stops:
-        directory = _closed(stop)
-        if directory:
-            closed_at.setdefault(directory, set()).add(stop)
+        closed = _closed(stop)
+        if closed:
+            stops_within.setdefault(closed, set()).add(stop)
     arguments: list[str] = []
-    for directory, inside in sorted(closed_at.items()):
-        arguments += ["--perms", "0755", "--tmpfs", str(directory)]
+    for closed, inside in sorted(stops_within.items()):
+        arguments += ["--perms", "0755", "--tmpfs", str(closed)]
         for stop in sorted(inside):
-            if inside.isdisjoint(stop.parents):
-                arguments += _uncovered(stop, directory)
+            is_in_another = not inside.isdisjoint(stop.parents)
+            if not is_in_another:
+                arguments += _uncovered(stop, closed)
     return arguments
 
 
 def _stops(path: Path) -> Iterator[Path]:
-    """Yield the links on the way to a path, and at last what the path leads to.
-
-    The way to each of them has no links.
+    """Yield the links on the way to a path, and at last what the path leads to, if that
+    exists. The way to each of them has no links.
     """
     path = Path(os.path.normpath(path.absolute()))
     for _ in range(MOST_LINKS):
@@ -211,14 +212,16 @@ def _closed(path: Path) -> Path | None:
 
 def _uncovered(path: Path, closed: Path) -> list[str]:
     """Return the arguments that show this path in the empty directory that covers
-    `closed`.
+    `closed`. Of a directory that not everybody may read, its children are shown in an
+    open one.
     """
     arguments: list[str] = []
     for parent in reversed(path.parents):
         if parent.is_relative_to(closed) and parent != closed:
             arguments += _folder(parent)
     mode = path.lstat().st_mode
-    if not stat.S_ISDIR(mode) or mode & READ_BY_ALL == READ_BY_ALL:
+    is_open = mode & READ_BY_ALL == READ_BY_ALL
+    if is_open or not stat.S_ISDIR(mode):
         return [*arguments, *_mounted(path)]
     if path != closed:
         arguments += _folder(path)

@@ -68,15 +68,13 @@ class PendingTurn:
 
     @property
     def abandoned(self) -> bool:
-        """Return whether no client has received the answer or is still waiting for
-        it.
-        """
-        delivered = self.node is not None and self.node.delivered >= 0
-        return not delivered and not any(is_open() for is_open in self.clients)
+        """Whether no client has received the answer or is still waiting for it."""
+        is_delivered = self.node is not None and self.node.delivered >= 0
+        return not is_delivered and not any(is_open() for is_open in self.clients)
 
     @property
     def failed(self) -> bool:
-        """Return whether there will be no answer."""
+        """Whether there will be no answer."""
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
@@ -118,7 +116,7 @@ class Placement(NamedTuple):
 
     @property
     def is_new_path(self) -> bool:
-        """Return whether the answer begins a path that the tree does not have yet."""
+        """Whether the answer begins a path that the tree does not have yet."""
         return self.parent is None or bool(self.parent.children)
 
 
@@ -156,13 +154,13 @@ class AgentSession:
         self._policy = policy
         self._turns: dict[bytes, list[PendingTurn]] = {}  # by the digest of their body
         self._requests = 0
-        self._working = 0
+        self._working = 0  # blocks of `busy` that run
         self._paths = 0
         self._idle_seconds = 0.0
         self._last_asked_at = 0
-        self._room = recipe.agent.trained_tokens
-        self._lent = 0
-        self._returned = asyncio.Event()
+        self._room = recipe.agent.trained_tokens  # tokens that may still be allotted
+        self._lent = 0  # allotted to requests in progress, which may not use them all
+        self._returned = asyncio.Event()  # set when a request gives its tokens back
 
     def resume(self, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn | None:
         """Return the generation whose answer this request wants, None if it is a new
@@ -197,8 +195,9 @@ class AgentSession:
     def _settled(
         self, body: bytes, pending: PendingTurn, _done: "asyncio.Task[ServedTurn]"
     ) -> None:
-        """Let its clients go on, also if it was cancelled before it began. A failure is
-        not kept: it would keep the request.
+        """Note that a request is done: its clients go on, also if it was cancelled
+        before it began. A failed one is forgotten, so that a retry is a new request.
+        body: its body's digest.
         """
         pending.rendered.set()
         pending.placed.set()
@@ -207,7 +206,9 @@ class AgentSession:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count the block's time as time in which the agent waits for us."""
+        """Count the block's time as time in which the agent waits for us. Only when no
+        such block runs is the agent idle, as seen from here: it works by itself.
+        """
         self._working += 1
         if self.idle_since is not None:
             self._idle_seconds += time.monotonic() - self.idle_since
@@ -255,7 +256,7 @@ class AgentSession:
 
     @property
     def answering(self) -> bool:
-        """Return whether a request is in progress."""
+        """Whether a request is in progress."""
         return any(not turn.done.done() for turn in self._all_turns())
 
     def end(self, reason: str, limited: bool = False) -> None:
@@ -277,7 +278,8 @@ class AgentSession:
         """
         reward = self.reward
         if self._settings.credit == "turn":
-            self.tree.credit(self.rewards if reward is None else self.rewards[:-1])
+            earlier_rewards = self.rewards if reward is None else self.rewards[:-1]
+            self.tree.credit(earlier_rewards)
         segments, paths, experts = self.tree.paths()
         delivered = [node for node in self.tree.nodes if node.delivered >= 0]
         episode = Episode(
@@ -317,8 +319,8 @@ class AgentSession:
             placement = await self._placed(request)
             pending.rendered.set()
             prompt = placement.prompt
-            # parallel requests may not use all the tokens they were allotted
-            while self._room <= 0 < self._lent:
+            # No tokens are left, but parallel requests may give some back.
+            while self._room <= 0 and self._lent > 0:
                 self._returned.clear()
                 await self._returned.wait()
             limit = self._allowed(request, len(prompt), placement.is_new_path)
@@ -345,6 +347,7 @@ class AgentSession:
             node.number,
             request.tools,
             cut=bool(node.stopped) or not turn.ended,
+            # its end, which tells whether the template has opened the thinking
             prompt=self._tokenizer.decode(prompt[-8:]).rstrip(),
         )
         self.tree.answer(node, turn.segments, message)
@@ -370,7 +373,7 @@ class AgentSession:
             written = sum(len(s.tokens) for s in segments)
             return turn._replace(segments=segments), stopped
         except Exception as error:
-            # no server could answer; TaskAgents.session raises this error again
+            # no server could answer; TaskAgents.run_session raises this error again
             self.failure = error
             reason = f"the policy cannot be asked: {error}"
             self.end(reason)
@@ -381,7 +384,9 @@ class AgentSession:
             self._returned.set()
 
     async def _placed(self, request: AgentRequest) -> Placement:
-        """Find where the request belongs in the tree, and render it."""
+        """Find where the request belongs in the tree, and render it: its tail, or all
+        of it. WireError if it cannot be rendered, ContextFull if it is much too long.
+        """
         longest = self.bounds.prompt_tokens
         try:
             parent, key = self.tree.find(request)
@@ -451,6 +456,8 @@ class AgentSession:
 
         if not stops or not first_stop(len(tokens)):
             return turn.segments, ""
+        # The first count of tokens in whose text a stop is: all larger ones have it,
+        # too.
         counts = range(1, len(tokens) + 1)
         count = counts[bisect_left(counts, True, key=lambda count: bool(first_stop(count)))]
         return _shortened(turn.segments, count), first_stop(count)

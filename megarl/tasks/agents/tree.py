@@ -102,7 +102,8 @@ class TreeNode:
     @property
     def tokens(self) -> np.ndarray:
         """All tokens from the root to this node, [n] int32, valid once it is answered.
-        Only a line's last node caches them.
+        They are cached here, and dropped from the parent's cache: what is asked for
+        most are a line's last tokens.
         """
         if self._tokens is None:
             self._tokens = self._joined_tokens()
@@ -111,6 +112,7 @@ class TreeNode:
         return self._tokens
 
     def _joined_tokens(self) -> np.ndarray:
+        """Return `tokens`, made from the parent's if these are cached."""
         if self.parent is not None and self.parent._tokens is not None:
             return np.concatenate([self.parent._tokens, self.suffix, self.sampled])
         parts: list[np.ndarray] = []
@@ -120,7 +122,9 @@ class TreeNode:
 
 
 class PathEnd(NamedTuple):
-    """Where a node ends: in the path of this number, after `length` tokens."""
+    """Where a node ends: after `length` tokens of the path of this number, those that
+    the path shares with earlier ones included.
+    """
 
     path: int
     length: int
@@ -142,20 +146,20 @@ class SessionTree:
         self._by_conversation: dict[bytes, list[TreeNode]] = {}
         """By the hash of all messages up to and including the answer."""
         self._textless: dict[tuple[tuple[str, ...], bytes], bytes] = {}
-        """By the ids of an answer's calls and the answer's key without its text: its
-        key.
+        """The keys of answers with calls and text, by the ids of the calls and by the
+        key that the answer has without its text.
         """
         self._clock = 0
 
     def find(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash"]:
         """Return the node that the request continues (None: a new root), and the hash
-        of the request.
+        of the request: of its tools, then of its messages.
         """
-        answered = len(request.messages)
-        while answered and request.messages[answered - 1].role != "assistant":
-            answered -= 1
-        conversation = request.messages[:answered]
-        tail = request.messages[answered:]
+        conversation_length = len(request.messages)  # up to and including the last answer
+        while conversation_length and not _is_answer(request.messages[conversation_length - 1]):
+            conversation_length -= 1
+        conversation = request.messages[:conversation_length]
+        tail = request.messages[conversation_length:]
         key = hashlib.sha256(hashlib.sha256(tagged(list(request.tools))).digest())
         key.update(b"".join([self._key(message) for message in conversation]))
         same = self._by_conversation.get(key.digest(), ())
@@ -198,7 +202,7 @@ class SessionTree:
         """
         node.segments = segments
         node.answer = answer
-        if answer.calls and answer.text.strip():
+        if answer.calls and answer.text.strip():  # an agent may send back only the calls
             ids = tuple(call.id for call in answer.calls)
             self._textless[ids, replace(answer, text="").key] = answer.key
         key = node.key.copy()
@@ -291,7 +295,7 @@ class SessionTree:
         ends: dict[TreeNode, PathEnd] = {}  # of each node in the first path that has it
         for number, line in enumerate(self.trained()):
             shared_nodes = [node for node in line if node in ends]
-            branch_point = PathEnd(path=-1, length=0)
+            branch_point = PathEnd(path=-1, length=0)  # none: the path begins at a root
             if shared_nodes:
                 branch_point = ends[shared_nodes[-1]]
             path_segments: list[Segment] = []
@@ -367,8 +371,9 @@ def _closest(
     candidates: Sequence[TreeNode], messages: Sequence[CanonicalMessage]
 ) -> TreeNode | None:
     """Return the node that a request continues, of those that fit its messages up to
-    the last answer: the one whose ids it has; else the one whose numbers are written as
-    in the request; else the newest. None if none fits.
+    the last answer: the one with most of whose marks (ids) that answer came back; else
+    the one whose integers are exactly the request's; else the newest. None if none
+    fits.
     """
     if not candidates:
         return None
@@ -377,20 +382,28 @@ def _closest(
     marks = messages[-1].marks
 
     def closeness(node: TreeNode) -> tuple[int, int, int]:
+        """Return what decides, in this order; more of it is closer."""
         pairs = zip(node.conversation, messages, strict=True)
+        # A message's key takes integers above 2**53 for equal if they have the same
+        # double; here they are compared exactly.
         exact = sum(_arguments(ours) == _arguments(theirs) for ours, theirs in pairs)
         return len(node.answer.marks & marks), exact, node.number
 
     return max(candidates, key=closeness)
 
 
+def _is_answer(message: CanonicalMessage) -> bool:
+    return message.role == "assistant"
+
+
 def _arguments(message: CanonicalMessage) -> list[object]:
+    """Return the arguments of a message's calls."""
     return [call.arguments for call in message.calls]
 
 
 def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:
     """Return whether each reasoning that the agent sends back is the conversation's
-    own.
+    own; it may send back none. messages: the request's, up to its last answer.
     """
     conversation = node.conversation
     if len(conversation) != len(messages):

@@ -162,7 +162,7 @@ def request_of(
     choice_type = choice.get("type") if isinstance(choice, dict) else choice
     if choice_type not in _TOOL_CHOICES:
         raise refused_field("tool_choice", f"a named tool {NOT_THE_POLICY}")
-    if choice_type == "none":
+    if choice_type == "none":  # the policy is not told of the tools
         functions = ()
     set_limits = [limit for limit in limits if limit is not None]
     if any(limit < 1 for limit in set_limits):
@@ -241,6 +241,9 @@ def with_whole_characters(data: bytes) -> bytes:
 
 
 def _whole_character(escape: re.Match[bytes]) -> bytes:
+    """Return what stands for a match of _ESCAPE: U+FFFD for half a surrogate pair, and
+    others as they are.
+    """
     if len(escape[0]) == _HALF_PAIR:
         return rb"\ufffd"
     return escape[0]

@@ -98,15 +98,16 @@ def problem(rng: random.Random) -> Exercise:
     [digits] = rng.choices(list(DIGITS), list(DIGITS.values()))
     first = _number(rng, digits)
     second = _number(rng, rng.randint(1, digits))
-    if rng.random() < 0.5:
+    if rng.random() < 0.5:  # else the longer operand would always be the first
         first, second = second, first
     sign = rng.choice("+-")
-    if sign == "-" and first < second:
+    if sign == "-" and first < second:  # no answer is negative
         first, second = second, first
     return Exercise(first, sign, second)
 
 
 def _number(rng: random.Random, digits: int) -> int:
+    """Draw a number with this many digits; 0 has one."""
     smallest = 0
     if digits > 1:
         smallest = 10 ** (digits - 1)
@@ -115,8 +116,8 @@ def _number(rng: random.Random, digits: int) -> int:
 
 def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
     """Return the scratchpad's equations, rightmost column first, and the answer read
-    off them. The result of column `wrong` is moved by `shift` (1 … 9), so that its last
-    digit, and with it the answer, becomes wrong.
+    off them. The result of column `wrong` (from 0 on the right; None for none) is moved
+    by `shift` (1 … 9), so that its last digit, and with it the answer, becomes wrong.
     """
     equations = []
     answer = 0
@@ -125,14 +126,14 @@ def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tupl
         first = problem.first // 10**place % 10
         second = problem.second // 10**place % 10
         if problem.sign == "+":
-            next_carry = 0
+            next_carry = 0  # set below, because a wrong result carries too
             result = first + second + carry
-            modulus = 20
+            modulus = 20  # a result is 0 … 19
         else:
             next_carry = 1 if first < second + carry else 0
             first += 10 * next_carry
             result = first - second - carry
-            modulus = 10
+            modulus = 10  # a result is 0 … 9
         if place == wrong:
             result = (result + shift) % modulus
         if problem.sign == "+" and result >= 10:
@@ -154,8 +155,9 @@ def trace(problem: Exercise, kind: str, rng: random.Random) -> str:
     equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
     work = ";".join(equations)
     if kind == "overlong":
-        empty = f";0{problem.sign}0=0"
-        work += empty * ((OVERLONG - len(work)) // len(empty))
+        empty_column = f";0{problem.sign}0=0"
+        count = (OVERLONG - len(work)) // len(empty_column)
+        work += empty_column * count
     answer_text = str(answer)
     if kind == "rambling":
         answer_text = "=".join([answer_text] * RAMBLING)

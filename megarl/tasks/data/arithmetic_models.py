@@ -104,9 +104,10 @@ def write_task(
 ) -> dict[str, list[JsonObject]]:
     """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all;
     return the rows of the first two. All prompts are distinct, and no trace is of a
-    held-out problem. kinds: the share of each kind of trace.
+    held-out problem. draw: draws a problem; kinds: the share of each kind of trace;
+    trace: makes a trace of a kind.
     """
-    distinct: dict[Exercise, None] = {}
+    distinct: dict[Exercise, None] = {}  # a dict, because a set has no order
     while len(distinct) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
         distinct[draw(rng)] = None
     heldout = list(distinct)[:HELDOUT_PROMPTS]
@@ -117,6 +118,7 @@ def write_task(
     avoid = set(heldout)
 
     def traces() -> Iterator[JsonObject]:
+        """Yield traces, each of a problem drawn for it."""
         for kind in rng.choices(list(kinds), list(kinds.values()), k=SFT_TRACES):
             exercise = draw(rng)
             while exercise in avoid:
@@ -205,7 +207,7 @@ def save_model(directory: Path, config: JsonObject, seed: int) -> None:
     )
     directory.mkdir(exist_ok=True)
     with (
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng(devices=[]),  # the caller's random numbers stay as they are
         tempfile.TemporaryDirectory(dir=directory.parent) as folder,
     ):
         torch.manual_seed(seed)

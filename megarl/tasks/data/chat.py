@@ -82,7 +82,8 @@ class ChatTemplate:
         for n, message in enumerate(messages):
             if message["content"].strip() in text:
                 continue
-            # Not in it word for word; thoughts may be left out.
+            # It is not in the text word for word: perhaps only its thoughts are left
+            # out. If another content makes no difference, all of it is.
             changed = {**message, "content": f"{message['content']}?"}
             changed_messages = [*messages[:n], changed, *messages[n + 1 :]]
             if self.render(changed_messages) == text:
@@ -135,7 +136,7 @@ def _around_result(text: str) -> AroundReply | None:
     """Return what is around SAMPLE_RESULT in a rendered conversation; None unless it
     and SAMPLE_REPLY are in it once.
     """
-    json_result = json.dumps(SAMPLE_RESULT)[1:-1]
+    json_result = json.dumps(SAMPLE_RESULT)[1:-1]  # without the quotes around it
     in_json = json_result in text
     written_result = json_result if in_json else SAMPLE_RESULT
     if text.count(written_result) != 1 or text.count(SAMPLE_REPLY) != 1:
@@ -147,7 +148,8 @@ def _around_result(text: str) -> AroundReply | None:
 
 def template_source(folder: Path) -> str:
     """Return the text of a directory's chat template; empty if there is none.
-    MegarlError if it, or tokenizer_config.json, cannot be read."""
+    MegarlError if it, or tokenizer_config.json, cannot be read.
+    """
     try:
         source = _template_entry(folder)
     except (MegarlError, OSError, ValueError) as error:
@@ -158,7 +160,9 @@ def template_source(folder: Path) -> str:
 
 
 def _template_entry(folder: Path) -> Any:
-    """Return the template's text, or what tokenizer_config.json has in its place."""
+    """Return the template's text, or what tokenizer_config.json has in its place: a
+    text, a list of named templates, or None.
+    """
     config = read_json(folder / "tokenizer_config.json")
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -167,7 +171,9 @@ def _template_entry(folder: Path) -> Any:
 
 
 def _default_template(templates: list[Any]) -> Any:
-    """Return the default one of several templates, each {"name", "template"}."""
+    """Return the text of the default one of several templates, each {"name",
+    "template"}; None if none has this name.
+    """
     for template in templates:
         if isinstance(template, dict) and template.get("name") == "default":
             return template.get("template")
@@ -213,7 +219,9 @@ def load_chat(
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of tokens such as `bos_token` in a tokenizer_config.json."""
+    """Return the texts of tokens such as `bos_token` in a tokenizer_config.json, which
+    has each as a text or as an object with its `content`.
+    """
     tokens = {}
     for key, value in config.items():
         if not key.endswith("_token") or not value:

@@ -64,6 +64,7 @@ def column(path: str) -> Getter:
     """Return a getter for the value at a dotted path."""
 
     def get(raw: Raw) -> Any:
+        """Return a row's value. UnfitError if the row has none there."""
         value: object = raw
         for key in path.split("."):
             if not isinstance(value, Mapping) or key not in value:
@@ -127,7 +128,9 @@ def _is_missing(value: object) -> bool:
 
 
 def answer_of(value: object) -> str:
-    """Return an answer as text: numbers in decimals, without an exponent."""
+    """Return an answer as text: numbers in decimals, without an exponent; "" if it is
+    missing. UnfitError for what is neither text nor a finite number.
+    """
     if _is_missing(value):
         return ""
     if isinstance(value, str):
@@ -144,7 +147,9 @@ def answer_of(value: object) -> str:
 
 
 def whole_of(value: Any) -> int:
-    """Return a difficulty: a whole number, or text with one, such as `Level 5`."""
+    """Return a difficulty: a whole number, or the first one in a text such as `Level
+    5`; 0 if it is missing. UnfitError for anything else.
+    """
     if _is_missing(value) or value == "":
         return 0
     number = value

@@ -50,7 +50,7 @@ class Overlap:
         for number, (name, text) in enumerate(texts):
             self._names.append(name)
             text_words = words(text)
-            if len(text_words) < SHORTEST:
+            if len(text_words) < SHORTEST:  # it matches as a whole only
                 self._short_texts.setdefault(collapsed(text).casefold(), number)
                 continue
             normal_form = " ".join(text_words)
@@ -98,6 +98,9 @@ def _grams(text_words: list[str], length: int) -> set[str]:
 
 
 def _without_common(owners: Owners, texts_with: Counter[str]) -> Owners:
+    """Return the n-grams that belong to no instruction. texts_with: in how many texts
+    an n-gram is.
+    """
     return {gram: number for gram, number in owners.items() if texts_with[gram] <= COMMON}
 
 
@@ -115,6 +118,9 @@ def overlap_with(sources: Iterable[str]) -> Overlap | None:
 
 
 def _texts(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of an evaluation set, each behind the place where it stands.
+    MegarlError if the set is empty, or a row has no text.
+    """
     number = 0
     for number, row in stream(source):
         place = f"{source}:{number}"

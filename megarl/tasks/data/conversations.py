@@ -62,7 +62,9 @@ def user_text(messages: list[Message]) -> str:
 
 
 def _from_json(text: str) -> Any:
-    """Return the messages whose JSON text this is; any other text itself."""
+    """Return the messages whose JSON text this is; any other text itself. UnfitError
+    for messages in Python's notation.
+    """
     beginning = text[:64].lstrip()
     if not beginning.startswith("[") or "{" not in beginning:
         return text
@@ -78,13 +80,16 @@ def _from_json(text: str) -> Any:
 
 
 def _is_message(value: Any) -> bool:
+    """Return whether a value is a message of one of the schemas."""
     if not isinstance(value, Mapping):
         return False
     return {"role", "content"} <= set(value) or {"from", "value"} <= set(value)
 
 
 def _message(raw: Mapping[str, Any]) -> Message:
-    """Convert a message of any of the schemas."""
+    """Convert a message of any of the schemas. UnfitError without a role, or without a
+    content that is text or parts of text.
+    """
     role = raw.get("role") or raw.get("from")
     content = raw.get("content")
     if content is None:

@@ -82,13 +82,15 @@ WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 def eaten_command(text: str) -> str | None:
-    """Return the first damaged command of LaTeX in a text, or None."""
+    """Return what is left of the first damaged command of LaTeX in a text, or None.
+    What may be a word or name counts only within dollars or a subscript.
+    """
     if not SUSPECT.search(text):
         return None
     damaged = CONTROL.search(text) or ALWAYS.search(text)
     if damaged:
         return damaged[0]
-    dollars = 0
+    dollars = 0  # before the match; if their number is odd, it is within two
     counted_to = 0
     for match in WITHIN.finditer(text):
         dollars += len(DOLLAR.findall(text, counted_to, match.start()))
@@ -100,8 +102,8 @@ def eaten_command(text: str) -> str | None:
 
 
 def eaten_in_answer(answer: str) -> str | None:
-    """Return the first damaged command in an answer, which may be a formula without
-    dollars.
+    """Return what is left of the first damaged command in an answer, or None. A short
+    answer without words may be a formula as a whole, in which names count too.
     """
     damaged = eaten_command(answer)
     if damaged:
@@ -112,9 +114,8 @@ def eaten_in_answer(answer: str) -> str | None:
     suffix = answer[match.end() :]
     context = f"{answer[: match.start()]} {suffix}"
     is_formula = FORMULA.search(context) and not WORD.search(context)
-    if not is_formula or NAMED.match(suffix):
-        return None
-    return match[0]
+    begins_line = NAMED.match(suffix) is not None  # `u = 3` behind a line break
+    return match[0] if is_formula and not begins_line else None
 
 
 def _prefix_of(text: str, match: re.Match[str]) -> str:

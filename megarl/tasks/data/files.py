@@ -73,6 +73,7 @@ def rows_of(path: Path) -> Iterator[Numbered]:
 
 
 def _zstandard(path: Path) -> BinaryIO:
+    """Open a file packed by zstd, perhaps in several frames, as its writers append."""
     reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
     return cast(BinaryIO, io.BufferedReader(reader))
 
@@ -129,6 +130,7 @@ def _stand_in(beginning: bytes) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[Numbered]:
+    """Yield the rows of a file with one object per line, blank lines aside."""
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -146,7 +148,7 @@ def _json(path: Path) -> Iterator[Numbered]:
     elif second and isinstance(_row(first), Mapping):
         yield from _json_lines(path)
     elif first:
-        yield from _only_row(path, first)
+        yield from _one_object_or_lines(path, first)
 
 
 def _array(path: Path) -> Iterator[Raw | Unreadable]:
@@ -168,9 +170,10 @@ def _array(path: Path) -> Iterator[Raw | Unreadable]:
             yield _as_object(row)
 
 
-def _only_row(path: Path, first_line: bytes) -> Iterator[Numbered]:
-    """Yield the only row of a file. MegarlError if it holds columns, or rows over
-    lines.
+def _one_object_or_lines(path: Path, first_line: bytes) -> Iterator[Numbered]:
+    """Yield the row of a file that is one object as a whole, or else its lines, with
+    what is wrong with them. MegarlError if the object holds rows or columns, or if
+    several objects extend over lines.
     """
     with _open_text(path) as file:
         row = _row(file.read())
@@ -189,8 +192,9 @@ def _only_row(path: Path, first_line: bytes) -> Iterator[Numbered]:
 
 
 def _holds_columns(row: Raw) -> bool:
-    """Return whether an object's values are columns: lists of equal lengths, or
-    objects.
+    """Return whether an object is no row, but holds rows or columns: a list of objects
+    that is no conversation, or two values or more that are all lists of the same length
+    or all objects.
     """
     values = list(row.values())
     if any(_is_conversation(value) for value in values):
@@ -211,6 +215,7 @@ def _is_list_of_objects(value: object) -> bool:
 
 
 def _is_conversation(value: object) -> bool:
+    """Return whether a value is a list of messages, judging by the first."""
     if not isinstance(value, list) or not value:
         return False
     first = value[0]
@@ -218,6 +223,7 @@ def _is_conversation(value: object) -> bool:
 
 
 def _row(text: bytes | msgspec.Raw) -> Raw | Unreadable:
+    """Return the row whose JSON text this is, or what is wrong with it."""
     try:
         return _as_object(msgspec.json.decode(text))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -228,6 +234,7 @@ def _row(text: bytes | msgspec.Raw) -> Raw | Unreadable:
 
 
 def _as_object(row: object) -> Raw | Unreadable:
+    """Return a decoded value if it is an object, else what it is instead."""
     if isinstance(row, dict):
         return row
     return Unreadable(f"{type(row).__name__}, not an object")
@@ -235,7 +242,7 @@ def _as_object(row: object) -> Raw | Unreadable:
 
 def _with_nan(text: bytes) -> Any:
     """Decode JSON that has NaN or Infinity, as Python writes them; None if it has
-    neither.
+    neither, or is not JSON otherwise.
     """
     if b"NaN" not in text and b"Infinity" not in text:
         return None
@@ -266,7 +273,7 @@ def _csv_rows(delimiter: str, path: Path) -> Iterator[Numbered]:
         columns = [name.strip() for name in next(lines, [])]
         if len(set(columns)) < len(columns):
             raise MegarlError(f"{path}: its first line names a column twice: {', '.join(columns)}")
-        number = lines.line_num + 1
+        number = lines.line_num + 1  # of the row's first line: a value may have several
         for values in lines:
             if len(values) == len(columns):
                 yield number, dict(zip(columns, values, strict=True))
@@ -295,12 +302,15 @@ class _LazyColumns:
             column = self._table.column(self.places[name])
             try:
                 self._values[name] = column.to_pylist()
-            except (ValueError, OverflowError):  # perhaps of one value
+            except (ValueError, OverflowError):  # perhaps only in another row's value
                 return _single_value(column, name, row)
         return self._values[name][row]
 
 
 def _single_value(column: Any, name: str, row: int) -> Any:
+    """Convert one value of a column. UnfitError if that is impossible, as of a date
+    beyond Python's.
+    """
     try:
         return column[row].as_py()
     except (ValueError, OverflowError) as error:
@@ -347,6 +357,7 @@ def rows_in_all(tables: Iterable[Any]) -> Iterator[TableRow]:
 
 
 def _parquet(path: Path) -> Iterator[Numbered]:
+    """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq
 
     _check_table(path)
@@ -356,8 +367,10 @@ def _parquet(path: Path) -> Iterator[Numbered]:
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """Return how many rows of a Parquet file have `BATCH_BYTES`; 1 to `MOST_ROWS`."""
-    largest_row = 1.0
+    """Return how many rows of a Parquet file take `BATCH_BYTES`, if all are as large as
+    the mean of its largest group; 1 to `MOST_ROWS`.
+    """
+    largest_row = 1.0  # bytes
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         if group.num_rows:
@@ -380,6 +393,9 @@ def _arrow(path: Path) -> Iterator[Numbered]:
 
 
 def _check_table(path: Path) -> None:
+    """Raise MegarlError if a file is empty, or only stands for a table as a pointer of
+    Git LFS does.
+    """
     with path.open("rb") as file:
         beginning = file.read(64)
     if not beginning:

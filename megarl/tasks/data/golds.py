@@ -63,6 +63,7 @@ def is_readable(submission: Submission) -> bool:
 
 @cache
 def _limit_memory() -> None:
+    """Limit this process's memory, at the first call."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
@@ -72,8 +73,8 @@ def is_plain(answers: Accepted) -> bool:
 
 
 def unreadable(rows: Iterable[Accepted]) -> frozenset[Accepted]:
-    """Return those rows' answers of which none can be read. Shows progress if it takes
-    long.
+    """Return the answers of those rows of which none can be read. rows: all accepted
+    answers of each row. Shows progress in a terminal.
 
     MegarlError if the processes fail, or too many answers run out of time.
     """
@@ -88,11 +89,14 @@ def unreadable(rows: Iterable[Accepted]) -> frozenset[Accepted]:
 
 
 def _any_readable(answers: Accepted) -> bool:
+    """Return whether one of a row's answers can be read; all have been asked about."""
     return any(readability[text] for text in answers)
 
 
 async def _read_all(texts: Sequence[str]) -> None:
-    """Note for each text whether it can be read."""
+    """Note in `readability` for each text whether it can be read. MegarlError as in
+    `unreadable`.
+    """
     hostile: list[str] = []
     remaining = iter(texts)
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), len(texts))
@@ -102,12 +106,14 @@ async def _read_all(texts: Sequence[str]) -> None:
         bar = progress.add_task("reading answers", total=len(texts))
 
         async def read_next() -> None:
+            """Have texts read until none is left; several do that at the same time."""
             for text in remaining:
                 readability[text] = await _reads(pool, text, hostile)
                 progress.advance(bar)
 
         try:
-            await pool.check(Submission("", "1"))  # whether processes start at all
+            # GraderDown here means that no process starts, and not that a text ends it.
+            await pool.check(Submission("", "1"))
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
                     group.create_task(read_next())

@@ -37,11 +37,13 @@ def read_own(raw: Raw) -> PromptRow:
 
 
 def _naming(missing: list[str], raw: Raw) -> str:
-    """Return how to say which columns the prompt and the answer are in, with names of
-    this row.
+    """Return advice on how to say which columns the missing fields are in: with the
+    names of this row's other columns, or with COLUMN where these do not suffice.
+    missing: `prompt`, `answer` or both.
     """
     unused = [name for name in raw if name not in OWN_COLUMNS]
-    pairs = list(zip(missing, [*unused, "COLUMN", "COLUMN"], strict=False))
+    candidates = [*unused, "COLUMN", "COLUMN"]  # at least as many as are missing
+    pairs = list(zip(missing, candidates, strict=False))
     options = " ".join(f"--column {field}={name}" for field, name in pairs)
     keys = ", ".join(f"{field}: {name}" for field, name in pairs)
     return (
@@ -51,8 +53,8 @@ def _naming(missing: list[str], raw: Raw) -> str:
 
 
 def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], PromptRow]:
-    """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not
-    given).
+    """Return the reader for a recipe's `mapping` (its name, "" for none) and `columns`
+    (field ─► column, "" for one that is not given).
     """
     getters: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
     if name:

@@ -99,6 +99,7 @@ def prepare(
             add_removed = stack.enter_context(_file(directory / REMOVED, RowShape()))
 
         def removed(row: PromptRow, number: int, hit: Hit) -> None:
+            """Write down a row that was found in an evaluation set."""
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
 
         rows = progress.track(stream(source), description="reading")
@@ -112,7 +113,8 @@ def prepare(
         adds = [stack.enter_context(_file(path, surveyed.shape)) for path in paths]
         chosen_rows = progress.track(chosen(surveyed), total=row_count, description="writing")
         for row, is_held_out in chosen_rows:
-            adds[is_held_out](_as_written(row, surveyed.shape))
+            add = adds[1] if is_held_out else adds[0]
+            add(_as_written(row, surveyed.shape))
     for stale in outputs - set(paths):
         stale.unlink(missing_ok=True)
     prepared = Prepared(
@@ -161,8 +163,8 @@ def _write_report(path: Path, source: str, prepared: Prepared, evaluation_texts:
 
 
 def _as_written(row: PromptRow, shape: RowShape) -> JsonObject:
-    """Return a row in the project's own format, each column with the type that it has
-    in all rows.
+    """Return a row in the project's own format. If any row has messages or several
+    answers (shape), all have lists of them, because a column of Parquet has one type.
     """
     prompt: Any = row.prompt
     if shape.has_messages:
@@ -176,7 +178,7 @@ def _as_written(row: PromptRow, shape: RowShape) -> JsonObject:
 @contextmanager
 def _file(path: Path, shape: RowShape) -> Iterator[Callable[[JsonObject], None]]:
     """Yield a function that appends a row to the file. The file has another name until
-    it is complete.
+    it is complete, at the end of the block; if the block fails, it is removed.
     """
     part = path.with_name(f".{path.name}.part")
     rows = list[JsonObject]()
@@ -184,6 +186,7 @@ def _file(path: Path, shape: RowShape) -> Iterator[Callable[[JsonObject], None]]
         with _opened(part, path.suffix, shape) as write:
 
             def add(row: JsonObject) -> None:
+                """Append a row; rows are written BATCH at a time."""
                 rows.append(row)
                 if len(rows) == BATCH:
                     write(rows)

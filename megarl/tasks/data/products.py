@@ -83,8 +83,8 @@ def partial_products(
     factors: Exercise, wrong: int | None, rng: random.Random
 ) -> tuple[list[str], int]:
     """Return the equations for the left factor times each digit of the right one, ones
-    first, and the sum of their results. wrong: the number of an equation in whose
-    result one digit is changed.
+    first, and the sum of their results. wrong: the number, from 0, of an equation in
+    whose result one digit is changed; None for none.
     """
     equations = []
     total = 0
@@ -112,7 +112,9 @@ def trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
 
 
 def _call_trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
-    """Return a completion that calls the calculator, in three texts."""
+    """Return a completion that calls the calculator, in three texts: the call, the
+    calculator's reply, and the answer, with the error that `kind` names.
+    """
     call = factors
     if kind == "miscalled":
         call = factors._replace(first=_another_digit(factors.first, rng))

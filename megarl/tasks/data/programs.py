@@ -29,6 +29,7 @@ def with_starter_code(path: str) -> Getter:
     """
 
     def prompt(raw: Raw) -> str:
+        """Return a row's problem, with its starter code in a block."""
         problem = text_of(column(path)(raw))
         starter = raw.get("starter_code")
         if not starter:
@@ -54,6 +55,9 @@ def unit_tests(raw: Raw) -> str:
 
 
 def _from_columns(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Raw]:
+    """Return tests whose inputs and outputs are two lists. UnfitError if these differ
+    in length.
+    """
     if len(inputs) != len(outputs):
         raise UnfitError("the tests have different numbers of inputs and outputs")
     pairs = zip(inputs, outputs, strict=True)
@@ -79,7 +83,7 @@ def _unpickled(text: str) -> Any:
     decompressor = zlib.decompressobj()
     try:
         data = decompressor.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)
-        if decompressor.unconsumed_tail:
+        if decompressor.unconsumed_tail:  # what is left beyond the limit
             raise UnfitError(f"the private tests are longer than {LARGEST_TESTS:,} bytes")
         return unpickled(data)
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
@@ -126,8 +130,9 @@ def mbpp_tests(raw: Raw) -> str:
 
 def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
     """Return an assertion as a test of kind `check`: a function of `candidate` with the
-    lines of `setup`, then the assertion. UnfitError if the assertion or the row's code
-    is not Python, or the one calls no function of the other.
+    lines of `setup`, then the assertion. The function tested is the last one defined in
+    the row's code that the assertion names. UnfitError if it names none, or one of both
+    is not Python.
     """
     try:
         code = ast.parse(text_of(column("code")(raw)))
@@ -147,6 +152,9 @@ def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
 
 
 def _is_comparison(line: str) -> bool:
+    """Return whether the code grader takes an assertion as it is: `assert CALL ==
+    LITERAL`.
+    """
     try:
         read_tests(_as_json([{"assert": line}]))
     except ValueError:
@@ -155,6 +163,9 @@ def _is_comparison(line: str) -> bool:
 
 
 def _lines_of(raw: Raw, name: str) -> list[str]:
+    """Return the texts in a column; [] if the row lacks it. UnfitError if it has
+    anything but a list of texts.
+    """
     lines = raw.get(name) or []
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise UnfitError(f"{name} is not a list of lines: {abbreviated(lines)}")
@@ -173,8 +184,8 @@ def _is_test(test: Any) -> bool:
 
 
 def _as_json(tests: Sequence[Mapping[str, str]]) -> str:
-    """Return the tests as the answer that the code grader reads; "" if there are
-    none.
+    """Return the tests as the answer that the code grader reads; "" if there are none:
+    such a row is left out for its empty answer.
     """
     if not tests:
         return ""
@@ -182,7 +193,9 @@ def _as_json(tests: Sequence[Mapping[str, str]]) -> str:
 
 
 def _test(test: Raw, function: str | None, raw: Raw) -> dict[str, str]:
-    """Convert one test. function: the one that all tests call, if they name it.
+    """Convert one test, of a function or of a whole program, to the code grader's
+    format. function: the one that all tests call, None if they do not name it. raw: the
+    test's row.
 
     In LiveCodeBench, a functional test's arguments are JSON values, one per line. In
     sets derived from APPS they are a list, and the result is wrapped in a list of one.

@@ -180,6 +180,9 @@ class _ChatRenderer:
         self._has_warned = False
 
     def __call__(self, row: PromptRow) -> str:
+        """Return the text of a row's prompt or conversation. The task's system message
+        comes first, unless the conversation has one.
+        """
         if not row.messages:
             return self._render_text(row.prompt, self._system)
         messages = row.messages
@@ -190,6 +193,9 @@ class _ChatRenderer:
         return self._chat.render_all(messages)
 
     def _render_text(self, prompt: str, system: str) -> str:
+        """Return the text of one message of the user's, behind a system message if
+        there is one ("" for none).
+        """
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if system:
             messages.insert(0, {"role": "system", "content": system})
@@ -208,6 +214,7 @@ class _ChatRenderer:
         """Raise MegarlError if the template leaves out the user's or the system
         message: it may look for other roles, or for a list of parts.
         """
+        # Where a message counts, two different ones give two texts.
         if self._render_text("1", self._system) == self._render_text("2", self._system):
             raise MegarlError(f"{self._chat.path}: the chat template leaves the user's message out")
         if self._system and self._render_text("1", "1") == self._render_text("1", "2"):
@@ -252,9 +259,9 @@ def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
 def load_set(
     source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
-    """Load a source's training and held-out prompts.
-
-    Those longer than `max_tokens` are left out and counted.
+    """Load a source's training and held-out prompts. task, name: of the prompts and of
+    the sets. MegarlError if no prompt is left: those longer than `max_tokens` are left
+    out.
     """
     train = PromptSet(name, Stored(), array("Q"))
     heldout = PromptSet(name, Stored(), array("Q"))
@@ -333,8 +340,8 @@ def _text_length(row: _RowText) -> int:
 def _model_texts(
     source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int
 ) -> Iterator[_RowText]:
-    """Yield the kept rows with the text that the model sees; what must be too long as
-    it is.
+    """Yield the kept rows with the text that the model sees. A prompt that must be too
+    long is not rendered, which could take long, and its own text stands for that.
     """
     for row, is_held_out in chosen(source):
         try:
@@ -347,8 +354,8 @@ def _model_texts(
 
 
 def in_parts[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Divide items into parts whose texts are encoded at once. characters: in an item's
-    texts.
+    """Divide items into parts whose texts are encoded at once: up to BATCH items and
+    BATCH_CHARACTERS. characters: returns the number of them in an item's texts.
     """
     part: list[T] = []
     total = 0
@@ -370,7 +377,7 @@ def _tokens_of(source: str, rows: Sequence[_RowText], tokenizer: Tokenizer) -> l
     """
     try:
         return tokenizer.encode_all([row.text for row in rows])
-    except MegarlError:
+    except MegarlError:  # it does not say which row; encode them one by one
         for row in rows:
             try:
                 tokenizer.ids(row.text)
@@ -402,7 +409,7 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
     training_ids = _ids(train, shared)
     pairs = [
         f"held-out {heldout_id!r} is training prompt {training_ids[mark]!r}"
-        for mark, heldout_id in _ids(heldout, shared).items()
+        for mark, heldout_id in _ids(heldout, shared).items()  # mark: a fingerprint
     ]
     raise MegarlError(
         listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs)
@@ -412,7 +419,10 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
 def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
-    """Load a task's training and held-out prompts, from one file or one file each."""
+    """Load a task's training and held-out prompts. `heldout` of the task is a source of
+    its own, or how many rows of the training source are held out. evaluation: what no
+    training prompt may overlap with, if anything.
+    """
     read = mapping_of(task.mapping, task.columns)
     render = renderer(task, tokenizer)
     refuse = FAULTS if read is read_own else frozenset()
@@ -441,6 +451,7 @@ def of_programs(read: Reader) -> Reader:
     """
 
     def row(raw: Any) -> PromptRow:
+        """Return a row. UnfitError if it has several answers, or no such tests."""
         result = read(raw)
         if result.alternatives:
             raise UnfitError(f"the answer of {result.id!r} is a list of tests; it must be one text")
@@ -454,7 +465,9 @@ def of_programs(read: Reader) -> Reader:
 
 
 def _ids(rows: PromptSet, marks: np.ndarray) -> dict[int, str]:
-    """Map these fingerprints to the ids of their prompts, in the set's order."""
+    """Return fingerprint ─► id for the prompts whose fingerprints are in `marks`
+    [marks] uint64, in the set's order.
+    """
     ids = {}
     for n in np.flatnonzero(np.isin(rows.fingerprints, marks)).tolist():
         ids[int(rows.fingerprints[n])] = rows.prompts[n].id

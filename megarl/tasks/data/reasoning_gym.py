@@ -15,7 +15,6 @@ the seed s + n, so seeds of two sources must differ by more than their sizes; sh
 prompts of a training and a held-out set are refused in any case.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -142,19 +141,18 @@ def check_package() -> None:
     """Raise MegarlError if the package is missing, or another version of it is
     installed.
     """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    command = f"pip install {PACKAGE}=={VERSION}"
+    try:
         version = importlib.metadata.version(PACKAGE)
-        if version == VERSION:
-            return
-        raise MegarlError(
-            f"{PACKAGE} is {version}, but {VERSION} is needed: pip install {PACKAGE}=={VERSION}"
-        )
-    raise MegarlError(f"the package {PACKAGE} is missing: pip install {PACKAGE}=={VERSION}")
+    except importlib.metadata.PackageNotFoundError:
+        raise MegarlError(f"the package {PACKAGE} is missing: {command}") from None
+    if version != VERSION:
+        raise MegarlError(f"{PACKAGE} is {version}, but {VERSION} is needed: {command}")
 
 
 def import_package() -> None:
-    """Import reasoning-gym, also without its solver, of which it needs nothing until it
-    solves.
+    """Import reasoning-gym. It imports its solver, too, but calls it for one family
+    only; if the solver is missing, an empty module takes its place.
     """
     if SOLVER not in sys.modules and importlib.util.find_spec(SOLVER) is None:
         sys.modules[SOLVER] = ModuleType(SOLVER)
@@ -177,6 +175,7 @@ def of_problems(read: Any) -> Any:
     """
 
     def row(raw: Any) -> PromptRow:
+        """Return a row. UnfitError if it has no such answer."""
         result: PromptRow = read(raw)
         try:
             problem_of(result.answer)
@@ -198,7 +197,9 @@ def problem_of(answer: str) -> GymProblem:
 
 
 def _lines(source: str, count: str = "") -> Iterator[bytes]:
-    """Yield what the process prints that makes problems. count: how many, or ""."""
+    """Yield the rows that another process makes and prints, one a line. count: how many
+    at most, "" for all. MegarlError if a problem takes too long or none can be made.
+    """
     command = [sys.executable, "-m", __name__, source, count]
     environment = os.environ | {
         "PYTHONHASHSEED": "0",
@@ -216,7 +217,7 @@ def _lines(source: str, count: str = "") -> Iterator[bytes]:
             process.stdout.close()
         errors.seek(0)
         problems = errors.read().decode(errors="replace").strip().splitlines()
-    if status == -signal.SIGALRM:
+    if status == -signal.SIGALRM:  # its own alarm has killed it
         raise MegarlError(
             f"{source}: a problem was not made within {PROBLEM_LIMIT_S} s; choose smaller ones"
         )
@@ -227,8 +228,8 @@ def _lines(source: str, count: str = "") -> Iterator[bytes]:
 
 @lru_cache(maxsize=64)
 def _dataset(family: str, options: str, seed: int = 0, size: int = 1) -> Any:
-    """Return reasoning-gym's data set. options: as JSON. MegarlError if there is none
-    with these options.
+    """Return reasoning-gym's data set. options: as JSON, because a cache's keys must be
+    hashable. MegarlError if there is none with these options.
     """
     import_package()
     from reasoning_gym.factory import DATASETS, create_dataset
@@ -260,6 +261,7 @@ def _dataset(family: str, options: str, seed: int = 0, size: int = 1) -> Any:
 
 
 def _has_solver() -> bool:
+    """Return whether the solver is imported, and not an empty module in its place."""
     return getattr(sys.modules.get(SOLVER), "solve", None) is not None
 
 
@@ -268,23 +270,25 @@ def _rows(source: GymSource, count: int) -> Iterator[JsonObject]:
 
     MegarlError if there are none, or if the family's scorer takes any answer for right.
     """
-    prompts = set[int]()
+    fingerprints = set[int]()  # of the prompts so far
     for question, problem in _problems(source):
         mark = fingerprint(question)
-        if mark in prompts:
+        if mark in fingerprints:
             continue
-        if not prompts and problem.score(NONSENSE) >= RIGHT_FROM:
+        is_first = not fingerprints
+        if is_first and problem.score(NONSENSE) >= RIGHT_FROM:
             raise MegarlError(f"the scorer of {source.family} takes any text for right")
-        prompts.add(mark)
+        fingerprints.add(mark)
         text = msgspec.json.encode(problem, enc_hook=_plain).decode()
         yield {"prompt": question, "answer": text}
-        if len(prompts) == count:
+        if len(fingerprints) == count:
             return
 
 
 def _problems(source: GymSource) -> Iterator[tuple[str, GymProblem]]:
     """Make problems, with their questions; this process is killed if one takes longer
-    than PROBLEM_LIMIT_S.
+    than PROBLEM_LIMIT_S. Problems that cannot be made are passed over; MegarlError if
+    none can.
     """
     dataset = _dataset(source.family, json.dumps(source.options), source.seed, source.size)
     entry = None
@@ -315,20 +319,22 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return NumPy's values as Python's."""
+    """Return a value of NumPy's as Python's, for msgspec, which calls this for types
+    that it does not know.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     raise NotImplementedError(f"{type(value).__name__} in the metadata of a problem")
 
 
 def main(source: str, count: str) -> int:
-    """Print rows as JSON lines: the first `count`, or all. The last line of stderr says
-    why there are none.
+    """Print a source's rows as JSON lines: the first `count`, or all if it is "". The
+    last line of stderr says why there are none.
     """
     die_with_parent()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some families print as they are imported
-    signal.alarm(PROBLEM_LIMIT_S)
+    signal.alarm(PROBLEM_LIMIT_S)  # kills this process if the import takes longer
     try:
         gym_source = parsed(source)
         for row in _rows(gym_source, int(count or gym_source.size)):

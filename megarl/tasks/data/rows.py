@@ -66,7 +66,9 @@ class PromptRow(msgspec.Struct, frozen=True):
 
 
 def identity(prompt: str, messages: Sequence[Message]) -> str:
-    """Return a text that prompts share only if all their messages are equal."""
+    """Return a text that prompts share only if all their messages are equal. Of a
+    prompt without messages it is the prompt itself.
+    """
     if not messages:
         return prompt
     return "".join(f"\0{message['role']}\n{message['content']}\n" for message in messages)

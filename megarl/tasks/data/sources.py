@@ -76,7 +76,8 @@ def is_source(name: str) -> bool:
     """Return whether this is the name of a source of rows rather than of a recipe."""
     if name.startswith(HUB) or reasoning_gym.is_gym(name) or ELSEWHERE.match(name):
         return True
-    return format_of(name) is not None or ("/" in name and Path(name).is_dir())
+    is_folder = "/" in name and Path(name).is_dir()  # a recipe may share a folder's name
+    return is_folder or format_of(name) is not None
 
 
 def is_hub(source: str) -> bool:
@@ -100,8 +101,8 @@ def problem(source: str) -> str | None:
 def stream(source: str) -> Iterator[Numbered]:
     """Yield rows with their numbers from 1. MegarlError as in `problem`.
 
-    Of one text the numbers are those of its lines, without blank ones; else of the
-    rows.
+    In one file of text a row's number is that of its line, so blank lines count; else
+    rows are counted.
     """
     if reasoning_gym.is_gym(source):
         fault = reasoning_gym.problem(source)
@@ -128,6 +129,9 @@ def _catch_errors(source: str, place: HubSet | list[Path]) -> Iterator[Numbered]
 
 
 def _unreadable(source: str, error: BaseException) -> MegarlError:
+    """Return the error for a source that its reader could not read: with the first line
+    of the reader's, and for a hub set with a way around the hub.
+    """
     lines = str(error).strip().splitlines()
     first = lines[0] if lines else type(error).__name__
     advice = ""
@@ -138,7 +142,9 @@ def _unreadable(source: str, error: BaseException) -> MegarlError:
 
 
 def _rows(paths: list[Path]) -> Iterator[Numbered]:
-    """Yield the rows of files. Rows of several are counted through."""
+    """Yield the rows of files. Rows of several files are numbered in one count, and a
+    fault then says in which file and where it is.
+    """
     if len(paths) == 1:
         yield from rows_of(paths[0])
         return
@@ -182,9 +188,7 @@ def _place_of(source: str) -> HubSet | list[Path]:
     path = Path(source)
     if path.is_dir():
         return _in_folder(path)
-    files = [path]
-    if not path.is_file():
-        files = _glob(source)
+    files = [path] if path.is_file() else _glob(source)
     if not files:
         raise MegarlError(f"{source!r} is not a file{_perhaps_hub(source)}")
     return _all_readable(source, files)
@@ -209,7 +213,8 @@ def _all_readable(source: str, files: list[Path]) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Return a folder's files, in the order of their names, if they are parts of one
+    """Return a folder's files, in the order of their names. MegarlError if there are
+    none, or if they are of several formats or splits, so that they are no parts of one
     whole.
     """
     files = []
@@ -239,7 +244,7 @@ def _splits(files: list[Path]) -> set[str]:
 
 
 def _perhaps_hub(source: str) -> str:
-    """Return advice for a name that could be one of the hub's."""
+    """Return advice for a name that could be one of the hub's; "" for others."""
     name = source.removeprefix("datasets/")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and format_of(name) is None:
         return f"; the set of this name on the Hugging Face hub is hub:{name}"

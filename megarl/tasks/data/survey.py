@@ -157,9 +157,12 @@ def survey(
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
     """Decide in one pass over the source which rows are kept, and which are held out.
+    heldout: how many of them are. evaluation: the sets that no kept row may be of.
     rows: the source's rows, if the caller reads them (to show progress). removed:
     called for each row found in an evaluation set. repeats: keep and count rows with
-    the same id. largest: the most characters in an answer.
+    the same id, instead of leaving out repeated prompts and ids. largest: the most
+    characters in an answer. MegarlError if the source is empty, or none would be left
+    to train on.
     """
     left_out = LeftOut()
     columns = _Hashes()
@@ -199,8 +202,8 @@ def survey_of(
     refuse: frozenset[str] = FAULTS,
     repeats: bool = False,
 ) -> Survey:
-    """Survey a source that a run will use: log the rows left out. MegarlError if one is
-    left out for a reason in `refuse`.
+    """Survey a source that a run will use, as `survey` does, and log the rows left out.
+    MegarlError if one is left out for a reason in `refuse`.
     """
     result = survey(source, read, heldout, evaluation, repeats=repeats)
     left_out = result.left_out
@@ -227,7 +230,9 @@ def _check_faults(source: str, left_out: LeftOut, refuse: frozenset[str]) -> Non
 
 
 def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
-    """Yield the kept rows, each with whether it is held out."""
+    """Yield the kept rows, each with whether it is held out. MegarlError if there are
+    none, or if the source has grown since it was surveyed.
+    """
     rows = len(survey.is_kept)
     if not survey.is_kept.any():
         named = [f"{survey.source}:{line}" for line in survey.left_out.named()]
@@ -244,7 +249,9 @@ def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
 def _row(
     raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float
 ) -> PromptRow | None:
-    """Read a row; None if it is left out."""
+    """Read a row; None if it does not fit or has a fault, which is then added to
+    `left_out`.
+    """
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.problem}")
         return None
@@ -290,7 +297,7 @@ def _fault(row: PromptRow, largest: float) -> _RowFault | None:
 
 
 def _damage(row: PromptRow) -> str | None:
-    """Return a damaged command of LaTeX in a row."""
+    """Return what is left of a damaged command of LaTeX in a row, or None."""
     damage = eaten_command(row.identity)
     if damage:
         return damage
@@ -302,14 +309,14 @@ def _damage(row: PromptRow) -> str | None:
 
 
 def _leave_out_repeats(columns: _Hashes, is_kept: np.ndarray, left_out: LeftOut) -> None:
-    """Set `is_kept` [rows] to False for the rows whose prompt or id an earlier row has,
-    and add them to `left_out`.
+    """Set `is_kept` [rows] to False for the rows whose prompt or id an earlier kept row
+    has, and add them to `left_out`.
     """
     of_prompt = _repeats(columns.prompts, is_kept)
     is_kept[of_prompt.rows] = False
     answers = np.frombuffer(columns.answers, np.uint64)
     contradicts = answers[of_prompt.rows] != answers[of_prompt.earlier]
-    of_id = _repeats(columns.ids, is_kept)
+    of_id = _repeats(columns.ids, is_kept)  # among the rows that are still kept
     is_kept[of_id.rows] = False
     prompt_fault = "its prompt was on line {}; leave one out"
     id_fault = "its id was on line {}; ids must differ"
@@ -340,19 +347,23 @@ class _Repeats(NamedTuple):
         return _Repeats(self.rows[condition], self.earlier[condition])
 
 
-def _repeats(column: "array[int]", live: np.ndarray) -> _Repeats:
-    """Find the live rows whose key an earlier live row has. live [rows] bool."""
+def _repeats(column: "array[int]", is_kept: np.ndarray) -> _Repeats:
+    """Find the kept rows whose key an earlier kept row has. column [rows]: the keys, 64
+    bits each. is_kept [rows] bool.
+    """
     keys = np.frombuffer(column, np.uint64)
-    ordered = np.sort(keys[live])
-    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    del ordered
+    ordered = np.sort(keys[is_kept])
+    equals_next = ordered[1:] == ordered[:-1]
+    repeated_keys = np.unique(ordered[1:][equals_next])
+    del ordered, equals_next
     # Few rows repeat, so no array as long as the source is made for them.
     blocks = []
     for start in range(0, len(keys), BLOCK):
         block = slice(start, start + BLOCK)
-        is_duplicate = live[block] & np.isin(keys[block], several)
-        blocks.append(np.flatnonzero(is_duplicate) + start)
+        has_repeated_key = is_kept[block] & np.isin(keys[block], repeated_keys)
+        blocks.append(np.flatnonzero(has_repeated_key) + start)
     rows = np.concatenate(blocks)
+    # For each of these rows, the place in `rows` of the first one with its key.
     _, first_places, group = np.unique(keys[rows], return_index=True, return_inverse=True)
     first = rows[first_places[group]]
     return _Repeats(rows, first).filtered(rows != first)
@@ -360,7 +371,7 @@ def _repeats(column: "array[int]", live: np.ndarray) -> _Repeats:
 
 def _held_out(source: str, count: int, prompts: "array[int]", is_kept: np.ndarray) -> np.ndarray:
     """Return [rows] bool: True for the `count` kept rows whose prompts have the
-    smallest hashes.
+    smallest hashes. MegarlError if no other row would be kept.
     """
     is_held_out = np.zeros(len(is_kept), bool)
     rows = np.flatnonzero(is_kept)

@@ -63,6 +63,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # writes as many words as it is told to
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parse a template, as Jinja calls it; what a loop goes through also passes
+        through the filter that counts its steps.
+        """
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
@@ -70,11 +73,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def _counted(self, items: Iterable[object]) -> Iterator[object]:
+        """Yield the items of a loop, each counted as a step."""
         for item in items:
             self._count()
             yield item
 
     def _count(self) -> None:
+        """Count a step. TemplateRuntimeError if none is left."""
         self.steps -= 1
         if self.steps < 0:
             raise TemplateRuntimeError(f"it takes more than {MOST_STEPS:,} steps, if it ever ends")
@@ -92,7 +97,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _product_size(operator: str, first: Any, second: Any) -> float:
-    """Return the number of items, or bits, of first * second or first ** second."""
+    """Return the number of items, or bits, that first * second or first ** second has
+    at most; 0 for operands of other types, which Jinja multiplies or refuses itself.
+    """
     if isinstance(first, int) and isinstance(second, int):
         if operator == "**":
             return first.bit_length() * second

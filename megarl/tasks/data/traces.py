@@ -62,8 +62,8 @@ would be another message.
 
 
 class Taught(PromptRow, frozen=True):
-    """A trace as a row. answer: the whole completion; parts: its texts, by turns the
-    model's (first and last) and a tool's.
+    """A trace as a row. answer: the whole completion; parts: the completion's texts,
+    the model's (first and last) and a tool's by turns.
     """
 
     parts: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
 
 class _Texts(NamedTuple):
     """A trace's texts. context: what precedes the completion, as text or messages.
-    completion: by turns the model's texts (first and last) and a tool's.
+    completion: the model's texts (first and last) and a tool's by turns.
     """
 
     context: str | list[Message]
@@ -128,12 +128,14 @@ def load_traces(
 
 
 def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
+    """Yield the kept rows of a survey whose reader makes traces."""
     for row, _ in chosen(surveyed):
         if isinstance(row, Taught):
             yield row
 
 
 def _characters(row: Taught) -> int:
+    """Return the characters of a trace, prompt and completion."""
     return len(row.prompt) + sum(map(len, row.parts))
 
 
@@ -151,8 +153,8 @@ def _encode(rows: Sequence[Taught], tokenizer: Tokenizer) -> Iterator[Trace]:
 
 
 def _trace(prompt: np.ndarray, parts: list[np.ndarray], tokenizer: Tokenizer) -> Trace:
-    """Assemble a trace, with an end token unless it has one. Every second part is a
-    tool's; the others must be learnt.
+    """Assemble a trace of the tokens of its prompt and of its parts, with an end token
+    unless it has one. Parts 1, 3, … are a tool's; the others must be learnt.
     """
     last = parts[-1]
     if not len(last) or int(last[-1]) not in tokenizer.ends:
@@ -167,9 +169,9 @@ def _trace(prompt: np.ndarray, parts: list[np.ndarray], tokenizer: Tokenizer) ->
 
 def are_traces(source: str) -> bool:
     """Return whether a source holds traces rather than RL prompts, judging by its first
-    row.
+    row: whether that has a completion, or a conversation that the assistant ends.
     """
-    _, raw = next(stream(source), (0, {}))
+    _, raw = next(stream(source), (0, {}))  # of an empty source a row without columns
     if isinstance(raw, Unreadable):
         return False
     has_answer = "answer" in raw
@@ -180,6 +182,7 @@ def are_traces(source: str) -> bool:
 
 
 def _last_role(messages: Any) -> Any:
+    """Return who says the last message; None if this is no list of messages."""
     if not isinstance(messages, list) or not messages:
         return None
     last = messages[-1]
@@ -304,34 +307,41 @@ def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
 
 def _unwritten(chat: ChatTemplate, context: Sequence[Message], reply: str) -> str:
     """Return what the template writes between the start of the assistant's turn and
-    this reply, as gpt-oss's does a channel.
+    this reply, as gpt-oss's writes a channel; "" if it writes nothing, changes the
+    reply or the prompt, or refuses the reply.
     """
     try:
         text = chat.render([*context, {"role": "assistant", "content": reply}], reply=False)
-    except MegarlError:  # the reply may have it, and the template not take that
+    except MegarlError:  # gpt-oss's template refuses a reply that has a channel in it
         return ""
     prompt = chat.render(context)
     if not text.startswith(prompt):
         return ""
-    between, written_reply, _ = text.removeprefix(prompt).partition(reply.strip())
-    return between.strip() if written_reply else ""
+    between, reply_found, _ = text.removeprefix(prompt).partition(reply.strip())
+    return between.strip() if reply_found else ""
 
 
 def _without_opening(text: str, prompt: str) -> str:
-    """Return the text without a tag that ends the prompt: templates of models that
-    always think write <think> themselves.
+    """Return a reply without the tag at its beginning with which the prompt ends:
+    templates of models that always think write <think> themselves.
     """
-    tag = re.search(r"(<[^<>\s]+>)\s*$", prompt)
-    stripped = text.lstrip()
-    if tag is None or not stripped.startswith(tag[1]):
+    ending = re.search(r"(<[^<>\s]+>)\s*$", prompt)
+    if ending is None:
         return text
-    if stripped.startswith(tag[0]):  # the tag and the whitespace after it
-        return stripped.removeprefix(tag[0])
-    return stripped.removeprefix(tag[1])
+    tag_with_space = ending[0]
+    tag = ending[1]
+    stripped = text.lstrip()
+    if stripped.startswith(tag_with_space):
+        return stripped.removeprefix(tag_with_space)
+    if stripped.startswith(tag):
+        return stripped.removeprefix(tag)
+    return text
 
 
 def _texts_of(raw: Mapping[str, Any]) -> _Texts:
-    """Return a row's texts. UnfitError if it is of neither form, or one is empty."""
+    """Return a row's texts. UnfitError if it has none of the forms that the module
+    names, or one of its texts is empty.
+    """
     conversation = _conversation(raw)
     if conversation:
         texts = _texts_of_messages(_messages(conversation, raw.get("system")))
@@ -363,11 +373,11 @@ def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
 
 def _conversation(raw: Mapping[str, Any]) -> Any:
     """Return the messages of a row that has some, in one column or as prompt and
-    completion.
+    completion; None if it has none.
     """
     for key in ("messages", "conversations"):
         if key in raw:
-            return raw[key] or [None]
+            return raw[key] or [None]  # of an empty column a message that is none: an error
     prompt = raw.get("prompt")
     completion = raw.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -376,8 +386,9 @@ def _conversation(raw: Mapping[str, Any]) -> Any:
 
 
 def _messages(value: Any, system: Any) -> list[Message]:
-    """Convert messages to our format. UnfitError unless the last is the assistant's and
-    another one precedes it.
+    """Convert messages to our format, with the row's system message, if it has one
+    (system), before them. UnfitError unless the last is the assistant's and another one
+    precedes it.
     """
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         _check_fields(value)

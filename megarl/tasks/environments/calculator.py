@@ -26,6 +26,7 @@ time.
 
 
 def _divide(dividend: int, divisor: int) -> int:
+    """Divide. ValueError if there is a remainder, ZeroDivisionError for a divisor 0."""
     quotient, remainder = divmod(dividend, divisor)
     if remainder:
         raise ValueError("not a whole number")
@@ -55,7 +56,10 @@ class Calculator(Environment):
         self.stop_tokens = (int(closing[0]),)
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Return the value of the expression that the turn ends with."""
+        """Return the value of the expression that the turn ends with, `[123*456]`; `?`
+        if it has none or one of too many tokens. A turn without `]` at its end is the
+        last one.
+        """
         if int(tokens[-1]) not in self.stop_tokens:
             return DONE
         _, bracket, expression = self._tokenizer.decode(tokens[:-1]).rpartition(OPEN)
@@ -78,6 +82,9 @@ def calculated(expression: str) -> int | None:
 
 
 def _value(node: ast.expr) -> int:
+    """Return the value of a parsed expression. ValueError if it has anything but whole
+    numbers, the operators and a minus before them.
+    """
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number

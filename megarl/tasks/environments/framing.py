@@ -72,7 +72,7 @@ class Framing:
         literal = frame.literal
         room = self._limit - len(frame.head) - len(frame.tail)
         if literal.least_tokens(len(text)) > room:
-            characters = room * literal.longest_token
+            characters = room * literal.longest_token  # enough for `room` tokens
             start = literal.ids(self._written(text[:characters]))
             end = literal.ids(self._written(text[-characters:]))
         else:
@@ -81,9 +81,9 @@ class Framing:
             if len(start) <= room:
                 return np.concatenate([frame.head, start, frame.tail])
         text_room = room - len(frame.cut)
-        first = (text_room + 1) // 2
-        last = text_room - first
-        ends = [start[:first], frame.cut, end[len(end) - last :]]
+        start_length = (text_room + 1) // 2
+        end_length = text_room - start_length
+        ends = [start[:start_length], frame.cut, end[len(end) - end_length :]]
         return np.concatenate([frame.head, *ends, frame.tail])
 
     def check(self) -> Frame:
@@ -97,19 +97,19 @@ class Framing:
     def _made_frame(self) -> Frame:
         """Return the template's frame, or RAW's. MegarlError as in `check`."""
         head_text, tail_text = RAW
-        sampled = 0
+        sampled_tokens = 0
         if self._template == "chat":
             tokenizer = self._tokenizer
             ends = tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
-            sampled = 1  # the policy has written the token that ends its turn
+            sampled_tokens = 1  # the policy has written the token that ends its turn
             chat = load_chat(self._tokenizer.path, self._options)
             head_text, tail_text, self._in_json = chat.around_reply(ends)
         literal = self._tokenizer.literal()
-        head = self._tokenizer.ids(head_text)[sampled:]
+        head = self._tokenizer.ids(head_text)[sampled_tokens:]
         tail = self._tokenizer.ids(tail_text)
         cut = literal.ids(self._written(CUT))
         needed = len(head) + len(tail) + len(cut)
-        if needed + 2 > self._limit:
+        if needed + 2 > self._limit:  # a token on each side of the cut
             raise MegarlError(
                 f"reply_tokens={self._limit} leaves no room for a reply in the model's markers,"
                 f" which take {needed}; raise it"
@@ -117,7 +117,9 @@ class Framing:
         return Frame(head, tail, cut, literal)
 
     def _written(self, text: str) -> str:
-        """Return the text as the template writes it."""
+        """Return the text as the template writes it: if that is as JSON, escaped, but
+        without the quotes, which are part of the frame.
+        """
         if not self._in_json:
             return text
         return json.dumps(text, ensure_ascii=False)[1:-1]

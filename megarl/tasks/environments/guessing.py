@@ -27,7 +27,7 @@ class Guessing(Environment):
         setting.framing.check()
         self._setting = setting
         self._secret = 0
-        self._right = False
+        self._is_right = False  # the last guess
 
     async def reset(self, prompt: Prompt) -> None:
         """Take the prompt's answer as the secret."""
@@ -39,12 +39,12 @@ class Guessing(Environment):
         if not numbers:
             return Observation(self._setting.framing.tokens("no number"), error=True)
         guess = int(numbers[-1])
-        self._right = guess == self._secret
-        if self._right:
+        self._is_right = guess == self._secret
+        if self._is_right:
             return DONE
         hint = "higher" if guess < self._secret else "lower"
         return Observation(self._setting.framing.tokens(hint))
 
     async def reward(self) -> Verdict | None:
         """Return whether the number was guessed."""
-        return judged(self._right)
+        return judged(self._is_right)

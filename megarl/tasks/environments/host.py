@@ -71,7 +71,9 @@ class Process:
 
     async def ask(self, request: EpisodeRequest) -> EpisodeReply:
         """Return the reply to a request. The process itself should end the call within
-        `limit_s`. Raises Died.
+        `limit_s`. If it then sends nothing for MARGIN_S, not even to others, it is
+        ended; if only this call is late, after twice the time the reply is an error.
+        Raises Died if the process ends first.
         """
         assert self._process.stdin
         if self.over:
@@ -88,9 +90,9 @@ class Process:
                     return reply.result()
                 if time.monotonic() - self._last_reply_at > MARGIN_S:
                     culprit = self._running_episode() or request.episode
-                    blocks = f"blocked its process for more than {request.limit_s:g} s"
-                    self.end(Died(culprit, blocks))
-                    return reply.result()
+                    reason = f"blocked its process for more than {request.limit_s:g} s"
+                    self.end(Died(culprit, reason))
+                    return reply.result()  # raises Died
             error = f"took longer than {request.limit_s:g} s, and still runs"
             return EpisodeReply(call=request.call, error=error)
         finally:
@@ -153,7 +155,7 @@ class Host:
         """
         try:
             done = subprocess.run(
-                [*_COMMAND, "-1"],
+                [*_COMMAND, "-1"],  # no shared memory: no episode will run
                 input=frame(encode(self._setup)),
                 env=environment(),
                 capture_output=True,
@@ -179,6 +181,8 @@ class Host:
             starting = asyncio.create_task(_started(self._setup))
             self._starting = starting
         try:
+            # Several episodes wait for one start, which one that is cancelled must not
+            # cancel.
             return await asyncio.shield(starting)
         except (EnvironmentDown, OSError) as error:  # OSError: no process can be had
             if self._starting is starting:
@@ -200,7 +204,9 @@ _COMMAND = (sys.executable, "-c", _CODE)
 
 
 async def _started(setup: Setup) -> Process:
-    """Start a process and wait until it is ready."""
+    """Start a process and wait until it is ready. EnvironmentDown if it does not get
+    ready.
+    """
     descriptor = os.memfd_create("mark")
     longest = longest_reply(setup)
     try:
@@ -248,6 +254,9 @@ async def _greet(process: asyncio.subprocess.Process, setup: Setup) -> None:
 
 
 async def _received(source: asyncio.StreamReader, longest: int) -> EpisodeReply:
+    """Read one reply. ValueError or DecodeError if that is no reply, or has more than
+    `longest` bytes; IncompleteReadError if the process ends.
+    """
     (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
     if length > longest:
         raise ValueError(f"a reply of {length:,} bytes")
@@ -255,6 +264,7 @@ async def _received(source: asyncio.StreamReader, longest: int) -> EpisodeReply:
 
 
 def _status(code: int | None) -> str:
+    """Say how a process ended. code: its status, -n for a signal, None if it runs."""
     if code is None:
         return "it still runs"
     if code < 0:

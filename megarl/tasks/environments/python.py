@@ -69,12 +69,12 @@ def last_call(text: str) -> tuple[str, str] | None:
     if last is None:
         return None
     kind = TOOL_CALL if text.startswith(TOOL_CALL, last.start) else FENCE
-    return kind, text[last.inner : last.inner_end]
+    return kind, text[last.content_start : last.content_end]
 
 
 def program_of(kind: str, called: str) -> str:
-    """Return the program of a call; ValueError, with a text for the policy, for a
-    malformed tool call.
+    """Return the program of a call. kind, called: as `last_call` returns them.
+    ValueError, with a text for the policy, for a malformed tool call.
     """
     if kind == FENCE:
         return called

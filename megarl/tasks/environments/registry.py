@@ -57,6 +57,7 @@ class Bounded:
         self._episode = next(host.numbers)
         self._prompt: Prompt | None = None
         self._process: Process | None = None
+        # The turns so far, each with what was observed: a new process replays them.
         self._past: list[tuple[np.ndarray, Observation]] = []
         self._calls = 0
         self._errors = 0
@@ -64,10 +65,12 @@ class Bounded:
 
     @asynccontextmanager
     async def played(self, prompt: Prompt) -> AsyncIterator[None]:
-        """Play from reset to close; a failing close is only logged."""
+        """Play from reset to close; a failing close is only logged. GraderDown if the
+        environment cannot begin the episode.
+        """
         self._prompt = prompt
         try:
-            await self._surely(lambda: asyncio.sleep(0))
+            await self._in_live_process(lambda: asyncio.sleep(0))  # only begins the episode
             yield
         finally:
             try:
@@ -81,7 +84,7 @@ class Bounded:
         the policy could read.
         """
         began = time.monotonic()
-        reply = await self._surely(lambda: self._observed(tokens))
+        reply = await self._in_live_process(lambda: self._observed(tokens))
         self._past.append((tokens, reply))
         self._seconds += time.monotonic() - began
         if reply.done:
@@ -98,7 +101,8 @@ class Bounded:
 
     async def reward(self) -> Verdict | None:
         """Return the environment's verdict after the last turn, if it has one."""
-        verdict = (await self._surely(lambda: self._answered("reward"))).verdict
+        answer = await self._in_live_process(lambda: self._answered("reward"))
+        verdict = answer.verdict
         if verdict is not None and not math.isfinite(verdict.score):
             raise self._down(f"gave the reward {verdict.score}")
         return verdict
@@ -115,9 +119,10 @@ class Bounded:
             limited=limited,
         )
 
-    async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
-        """Run `act` with the process that plays the episode; if it dies, with the next
-        one, up to LIVES.
+    async def _in_live_process[T](self, act: Callable[[], Awaitable[T]]) -> T:
+        """Return what `act` returns, called while a process plays the episode; if that
+        dies, called again with the next one, up to LIVES. EnvironmentDown if none is
+        left, if this episode is to blame, or if anything else fails.
         """
         reason = ""
         for _ in range(LIVES):
@@ -158,6 +163,7 @@ class Bounded:
             log.info("%s goes on in another process after %d turns", self._name, len(self._past))
 
     async def _observed(self, tokens: np.ndarray) -> Observation:
+        """Return the environment's observation of a turn. Raises as `_answered`."""
         reply = await self._answered("step", tokens=tokens)
         if reply.observation is None:
             raise self._down("answered a turn without an observation")
@@ -182,6 +188,9 @@ class Bounded:
         return reply
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], verb: str) -> None:
+        """Raise EnvironmentDown if one of these token ids is not in the vocabulary.
+        verb: what the environment does with it, for the message.
+        """
         for token in tokens:
             if not 0 <= token < self._vocabulary:
                 raise self._down(
@@ -189,10 +198,16 @@ class Bounded:
                 )
 
     def _down(self, reason: str, joint: str = " ") -> EnvironmentDown:
+        """Return an error that names the environment; joint: what stands between that
+        name and the reason.
+        """
         return EnvironmentDown(f"{self._name}{joint}{reason}")
 
 
 def _same(reply: Observation, other_reply: Observation) -> bool:
+    """Return whether two observations are equal; the tokens, the first field, are an
+    array.
+    """
     return reply[1:] == other_reply[1:] and np.array_equal(reply.tokens, other_reply.tokens)
 
 
@@ -220,7 +235,7 @@ class TaskEnvironments:
             host = Host(setup)
             self._hosts[environment] = host
             if environment in BUILT_IN:
-                Episodes(setup, tokenizer, int)
+                Episodes(setup, tokenizer, int)  # only to see whether it can be made
             else:
                 host.check()
 

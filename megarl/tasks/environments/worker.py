@@ -80,8 +80,9 @@ Act = Literal["reset", "step", "reward", "close"]
 
 
 class EpisodeRequest(Record, frozen=True):
-    """A call of an episode. prompt: the episode's prompt, for a reset; tokens [n]
-    int32: the policy's turn, for a step.
+    """A call of an episode. call, episode: their numbers; limit_s: time for the call;
+    prompt: the episode's prompt, for a reset; tokens [n] int32: the policy's turn, for
+    a step.
     """
 
     call: int
@@ -161,13 +162,15 @@ class Episodes:
         """
         if request.prompt is None and request.episode not in self._playing:
             return EpisodeReply(call=request.call)  # its environment was never created
+        # The environment may raise anything, CancelledError and SystemExit too: only
+        # the limit cancels here.
         try:
             async with asyncio.timeout(request.limit_s) as limit:
                 return await _Marked(self._answer(request), request.episode, self._mark)
         except GraderDown as error:
-            return EpisodeReply(call=request.call, error=_described(error).partition(": ")[2])
+            text = _described(error).partition(": ")[2]  # a GraderDown speaks for itself
+            return EpisodeReply(call=request.call, error=text)
         except BaseException as error:
-            # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
                 late = f"{request.act} took longer than {request.limit_s:g} s"
                 return EpisodeReply(call=request.call, error=late)
@@ -211,32 +214,35 @@ async def _awaited(result: Any) -> Any:
 
 
 class _Marked[T]:
-    """Awaits `inner`; calls `mark(episode)` whenever its code starts to run, and
+    """Awaits `work`; calls `mark(episode)` whenever its code starts to run, and
     `mark(0)` when it waits or ends.
     """
 
-    def __init__(self, inner: Awaitable[T], episode: int, mark: Callable[[int], object]) -> None:
-        self._inner = inner
+    def __init__(self, work: Awaitable[T], episode: int, mark: Callable[[int], object]) -> None:
+        self._work = work
         self._episode = episode
         self._mark = mark
 
     def __await__(self) -> Generator[Any, Any, T]:
-        """Run `inner`, marked from each wait to the next; return its result."""
-        inner = self._inner.__await__()
-        failure = None
+        """Run the work, marked from each wait to the next; return its result. A
+        generator as Python's `await` drives it: it yields what is waited for, and what
+        is thrown into it meanwhile (such as CancelledError) is passed on to the work.
+        """
+        steps = self._work.__await__()
+        thrown = None
         while True:
             self._mark(self._episode)
             try:
-                waits_for = next(inner) if failure is None else inner.throw(failure)
+                waits_for = next(steps) if thrown is None else steps.throw(thrown)
             except StopIteration as stop:
                 return stop.value
             finally:
                 self._mark(0)
-            failure = None
+            thrown = None
             try:
                 yield waits_for
             except BaseException as error:
-                failure = error
+                thrown = error
 
 
 def _observed(answer: Any) -> Observation:
@@ -306,7 +312,7 @@ def main(mark: int) -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what an environment prints is not a reply
-    (length,) = HEAD.unpack(requests.read(HEAD.size))
+    (length,) = HEAD.unpack(requests.read(HEAD.size))  # the only field
     setup: Setup = decode(requests.read(length), Setup)
     start_logging(f"environment {setup.environment}")
     memory = mmap.mmap(mark, MARK.size)
@@ -329,6 +335,7 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
     tasks = set[asyncio.Task[None]]()
 
     async def answer(request: EpisodeRequest) -> None:
+        """Send the reply to a request, when it is ready."""
         _send(replies, await episodes.answer(request))
 
     while True:
@@ -340,11 +347,12 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
             # still runs.
             os._exit(0)
         task = asyncio.create_task(answer(request))
-        tasks.add(task)
+        tasks.add(task)  # asyncio itself keeps no reference to a task
         task.add_done_callback(tasks.discard)
 
 
 def _send(replies: BinaryIO, message: bytes) -> None:
+    """Write a reply; end this process if nobody reads it any more."""
     try:
         replies.write(frame(message))
         replies.flush()

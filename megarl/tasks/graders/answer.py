@@ -36,8 +36,9 @@ def judged(correct: bool, timeout: bool = False) -> Verdict:
 def graded(
     answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]
 ) -> Grade:
-    """Combine the main verdict with the others', by name. GraderDown if all judged, but
-    the square of the sum is not finite.
+    """Return the grade of an answer. Its reward is the main verdict's score plus the
+    others' times their weights, both by name; it is NaN, and an error, if a verdict has
+    no score. GraderDown if all have one, but the square of the sum is not finite.
     """
     verdicts = {"answer": main, **others}
     weighted = [weights[name] * verdict.score for name, verdict in others.items()]

@@ -89,6 +89,7 @@ class Code:
         """Return whether the program in the answer passes all tests; timeout: whether a
         test timed out.
         """
+        # A long answer takes a while, for which the event loop need not wait.
         program = await asyncio.to_thread(program_of, submission.answer, submission.truncated)
         if program is None:
             return judged(False)
@@ -134,6 +135,7 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def _same_line(printed: str, expected: str) -> bool:
+    """Compare two lines word by word, whatever blanks are between the words."""
     printed_words = printed.split()
     expected_words = expected.split()
     return len(printed_words) == len(expected_words) and all(
@@ -232,9 +234,12 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _asserted(line: str, number: int) -> UnitTest:
+    """Return `assert CALL == LITERAL` as a test of kind `call`. ValueError if the line
+    is anything else.
+    """
     try:
         (statement,) = ast.parse(line.strip()).body
-    except UNREADABLE:
+    except UNREADABLE:  # not Python, or several statements
         statement = ast.Pass()
     match statement:
         case ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[result])):
@@ -243,6 +248,9 @@ def _asserted(line: str, number: int) -> UnitTest:
 
 
 def _literal(text: str, number: int) -> Any:
+    """Return the value of an expected result. ValueError, which names the test by its
+    number, if it is no literal.
+    """
     try:
         return literal(text)
     except UNREADABLE:
@@ -267,10 +275,12 @@ class _NonFinite(ast.NodeTransformer):
     """Replaces names of numbers that are not finite by these numbers."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace `inf` and its like."""
         value = NON_FINITE.get(node.id)
         return node if value is None else ast.Constant(value)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        """Replace `math.inf` and its like."""
         match node:
             case ast.Attribute(
                 value=ast.Name(id="math" | "np" | "numpy"), attr="inf" | "nan" as name
@@ -279,6 +289,7 @@ class _NonFinite(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Replace `float("inf")` and its like."""
         match node:
             case ast.Call(
                 func=ast.Name(id="float"), args=[ast.Constant(value=str(written))], keywords=[]
@@ -288,7 +299,9 @@ class _NonFinite(ast.NodeTransformer):
 
 
 def _same_number(printed: str, expected: str) -> bool:
-    """Compare two numbers; only one with a decimal point may be rounded otherwise."""
+    """Return whether both are numbers and the same; NaN is the same as NaN. Only if the
+    expected one has a decimal point may the other differ, within FLOATS_AGREE.
+    """
     try:
         a = Decimal(printed)
         b = Decimal(expected)

@@ -64,6 +64,8 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
     for token in _parser().parse(text):
         if token.type != "fence" or token.map is None:
             continue
+        # The block's lines are the opening fence, the content and, if it is closed,
+        # the closing fence; the parser does not say whether that is there.
         first_line, end = token.map
         content_lines = token.content.count("\n")
         if token.content and not token.content.endswith("\n"):
@@ -74,6 +76,9 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
 
 @cache
 def _parser() -> MarkdownIt:
+    """Return a parser of blocks alone: what stands within lines takes time and holds no
+    fence.
+    """
     parser = MarkdownIt("commonmark")
     parser.core.ruler.enableOnly(["normalize", "block"])
     parser.block.ruler.disable(NOT_NEEDED)

@@ -39,7 +39,7 @@ def same_in_mathematics(submission: Submission) -> bool:
 
 def named(grader: str) -> Function:
     """Return the function that a recipe names `math`, `reasoning-gym` or
-    `package.module:function`.
+    `package.module:function`. For the first two it limits this process's memory, too.
     """
     if grader == "math":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -49,7 +49,6 @@ def named(grader: str) -> Function:
         from megarl.tasks.graders.reasoning_gym import is_right
 
         import_package()
-
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return is_right
     return imported(grader)
@@ -83,8 +82,8 @@ def import_problem(code: str, *arguments: str) -> str:
 
 
 def check_importable(description: str, function: str, may_be_async: bool = False) -> None:
-    """Raise MegarlError if this function cannot be imported and called. description:
-    what it is, for the message.
+    """Raise MegarlError if this function cannot be imported and called, which another
+    process tries (`check_usable`). description: what it is, for the message.
     """
     problem = import_problem(
         f"from {__name__} import check_usable; check_usable({function!r}, {may_be_async})"
@@ -106,4 +105,4 @@ def check_usable(name: str, may_be_async: bool) -> None:
     if inspect.iscoroutinefunction(function) and not may_be_async:
         raise TypeError("it is async; the score must be what it returns")
     with suppress(ValueError):  # some builtins have no signature
-        inspect.signature(function).bind(None)
+        inspect.signature(function).bind(None)  # TypeError unless one argument fits

@@ -80,7 +80,8 @@ def _guarded(name: str, check: Check) -> Check:
 
 async def any_of(check: Check, submissions: Sequence[Submission]) -> Verdict:
     """Return the best verdict on one answer, compared with each accepted answer until
-    one is equal.
+    one is equal. submissions: the same answer with each accepted one; of none the score
+    is NaN.
 
     If the grader runs out of time, that is the verdict: it would with the others, too.
     """
@@ -159,7 +160,8 @@ def check_graders(recipe: Recipe) -> None:
         elif name in recipe.data.services:
             headers(name, recipe.data.services[name])
         elif name not in GRADERS:
-            owner = next(n for n, task in recipe.sampled.items() if name in task.graders)
+            tasks = recipe.sampled.items()
+            owner = next(task_name for task_name, task in tasks if name in task.graders)
             key = "data.tasks" if owner in recipe.data.tasks else "evaluation.suites"
             check_importable(f"{key}.{owner}: the grader", name)
 
@@ -191,15 +193,17 @@ class TaskGrader:
     async def grade(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
-        """Grade a completion, with all rewards."""
+        """Grade a completion, with all rewards. verdict: the main one, if it is known
+        without the grader; truncated: whether a length limit cut the completion off.
+        """
         submission = self._submission(text, prompt, truncated)
         return await self._grade(submission, prompt, verdict, self.others)
 
     async def grade_answer(
         self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
     ) -> Grade:
-        """Grade a completion, with the other rewards only if there is a trusted grader,
-        which then judges too.
+        """Grade a completion as `grade` does, but with the other rewards only if there
+        is a trusted grader, which then judges too.
         """
         others: Mapping[str, Check] = {}
         if self.trusted is not None:
@@ -208,6 +212,7 @@ class TaskGrader:
         return await self._grade(submission, prompt, verdict, others)
 
     def _submission(self, text: str, prompt: Prompt, truncated: bool) -> Submission:
+        """Return what graders see of a completion, `text`."""
         return Submission(
             answer=answer_of(text, self.end_of_thinking),
             expected=prompt.answer,
@@ -231,7 +236,7 @@ class TaskGrader:
         checks = [any_of(check, submissions) for check in others.values()]
         main, *verdicts = await asyncio.gather(self._judge(submissions, verdict), *checks)
         named_verdicts = dict(zip(others, verdicts, strict=True))
-        weights = {"trusted": 0.0, **self.weights}
+        weights = {"trusted": 0.0, **self.weights}  # its verdict is only recorded
         return graded(submission.answer, main, named_verdicts, weights)
 
     async def agrees(self, answer: str, expected: str) -> bool:
@@ -307,7 +312,9 @@ class TaskGraders:
         )
 
     def _new_check(self, name: str) -> Check:
-        """Return a check, with the recipe's rule for truncated answers."""
+        """Return a check, with the recipe's rule for truncated answers. Programs need
+        none: the code grader itself looks for a closed block.
+        """
         check = self._bare_check(name)
         if self._recipe.length.grade_truncated and name in READS_TRUNCATED:
             return as_finished(check)

@@ -90,15 +90,16 @@ def landlock_version(libc: ctypes.CDLL) -> int:
 
 
 def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
-    """Allow reading only these paths, and everything in the working directory, as far
-    as this kernel's Landlock can.
+    """Allow reading only these paths, using the usual devices, and everything in the
+    working directory, as far as this kernel's Landlock can. OSError if it takes no
+    rule.
     """
     version = landlock_version(libc)
     if not version:
         return
     everything = ALL_RIGHTS[min(version, max(ALL_RIGHTS))]
-    network = 0
-    scopes = SIGNALS_AND_SOCKETS if version >= 6 else 0
+    network = 0  # the filter on system calls refuses sockets
+    scopes = SIGNALS_AND_SOCKETS if version >= 6 else 0  # the sixth added scopes
     handled = struct.pack("QQQ", everything, network, scopes)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
     rights = [(path, EXECUTE | READ | LIST) for path in readable]
@@ -107,10 +108,10 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
     for path, allowed in rights:
         try:
             place = os.open(path, O_PATH)
-        except OSError:
+        except OSError:  # this machine does not have it
             continue
         if not os.path.isdir(path):
-            allowed &= ~LIST
+            allowed &= ~LIST  # a right of directories, which a file's rule may not have
         rule = struct.pack("=Qi", allowed, place)
         if libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, rule, 0):
             raise OSError(ctypes.get_errno(), f"Landlock takes no rule for {path}")
@@ -134,7 +135,7 @@ def limit_resources(libc: ctypes.CDLL, limits: dict[str, int]) -> None:
         (resource.RLIMIT_AS, limits["memory"]),
         (resource.RLIMIT_FSIZE, limits["file"]),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CPU, limits["seconds"] + 1),
+        (resource.RLIMIT_CPU, limits["seconds"] + 1),  # the wall-clock limit comes first
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
@@ -155,6 +156,7 @@ def give_up(limits: dict[str, int], readable: list[str], system_calls: bytes) ->
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process of the same user can read its memory
     program = ctypes.create_string_buffer(system_calls, len(system_calls))
+    # struct sock_fprog: the number of instructions, of 8 bytes each, and their address
     header = struct.pack("HxxxxxxP", len(system_calls) // 8, ctypes.addressof(program))
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "rights cannot be given up here")
@@ -170,6 +172,8 @@ def unpickled(data: bytes) -> Any:
     import pickle
 
     class Plain(pickle.Unpickler):
+        """Refuses every class."""
+
         def find_class(self, module: str, name: str) -> Any:
             raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
@@ -219,7 +223,9 @@ def receive(source: BinaryIO) -> Any:
 
 
 def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
-    """Answer calls of the function until the caller is gone."""
+    """Answer calls of the function until the caller is gone: `receive` then ends this
+    process.
+    """
     while True:
         arguments, named = receive(source)
         try:
@@ -252,14 +258,18 @@ def stand_in(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
 
 
 def called(program: Any, call: str, names: dict[str, Any]) -> Any:
-    """Run the program, and return the value of the expression `call`."""
-    if call.startswith("Solution()"):
+    """Run the program, and return the value of the expression `call`. If a class
+    Solution lacks a name, it is run again behind the usual imports: starter code comes
+    without them.
+    """
+    is_solution = call.startswith("Solution()")
+    if is_solution:
         sys.setrecursionlimit(RECURSION)
     try:
         exec(program, names)
         return eval(call, names)
     except NameError:
-        if not call.startswith("Solution()"):
+        if not is_solution:
             raise
     imports = [f"from {module} import *\n" for module in USUAL.split()]
     imports += [f"import {module}\n" for module in USUAL.split()]
@@ -286,7 +296,7 @@ def main() -> None:
     task = read_task()
     answer = os.dup(1)
     is_main = not (task["call"] or task["pipes"])
-    if not is_main:
+    if not is_main:  # what the program prints is no part of the answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limits = json.loads(sys.argv[1])
     readable = json.loads(sys.argv[2])

@@ -48,7 +48,10 @@ class Pool:
             self._free.put_nowait(self._start())
 
     async def check(self, submission: Submission) -> Verdict:
-        """Return the grader's verdict. GraderDown if workers fail `TRIES` times."""
+        """Return the grader's verdict, wrong if a worker takes too long. A worker that
+        is late, fails, or whose caller is cancelled is replaced. GraderDown if workers
+        fail `TRIES` times.
+        """
         last_error: Exception | None = None
         for attempt in range(TRIES):
             worker = await self._free.get()
@@ -96,6 +99,7 @@ class Pool:
         await asyncio.gather(*map(_wait_for_end, self._ended), return_exceptions=True)
 
     def _start(self) -> Worker:
+        """Begin to start a worker, and return it before it is ready."""
         worker = asyncio.create_task(_started(self._limit_s, self._grader))
         self._workers.add(worker)
         return worker
@@ -107,7 +111,7 @@ class Pool:
         if not worker.done():
             worker.cancel()
             return
-        if worker.cancelled() or worker.exception():
+        if worker.cancelled() or worker.exception():  # its start failed: there is no process
             return
         process = worker.result()
         if process.returncode is None:
@@ -115,12 +119,15 @@ class Pool:
 
 
 async def _wait_for_end(worker: Worker) -> None:
+    """Wait until a worker's process has ended and its pipes are closed. Raises what its
+    start raised, if that failed.
+    """
     process = await worker
     await process.communicate()
 
 
 async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:
-    """Start a worker and wait until it is ready."""
+    """Start a worker and wait until it is ready. GraderDown if it is late or ends."""
     worker = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -72,7 +72,10 @@ class Remote:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def check(self, submission: Submission) -> Verdict:
-        """Return the service's reward as a verdict. GraderDown if it is down."""
+        """Return the service's reward as a verdict. The submission waits until BATCH of
+        them do, or the first has waited for GATHER_S. GraderDown if the service is
+        down.
+        """
         loop = asyncio.get_running_loop()
         verdict: asyncio.Future[Verdict] = loop.create_future()
         self._waiting.append((submission, verdict))
@@ -83,6 +86,7 @@ class Remote:
         return await verdict
 
     def _send_all(self) -> None:
+        """Begin to send all submissions that wait, in one request."""
         if not self._waiting:
             return  # a full batch was sent before the time was up
         batch = self._waiting
@@ -100,6 +104,7 @@ class Remote:
             rewards = await self._rewards([submission._asdict() for submission, _ in batch])
             outcomes = [_verdict(reward) for reward in rewards]
         except GraderDown as down:
+            # Each future needs an exception of its own: raising adds to its traceback.
             outcomes = [GraderDown(str(down)) for _ in batch]
         except Exception as error:  # without an outcome, they would wait for ever
             log.exception("%s failed in a way that nobody foresaw", self._name)
@@ -149,6 +154,9 @@ class Remote:
             return self._reply(await self._text(response))
 
     def _check_status(self, status: int) -> None:
+        """Raise _Again for a status after which the request may succeed later, and
+        GraderDown for any other but 200.
+        """
         if status in BUSY or status >= 500:
             raise _Again(f"status {status}")
         if status != 200:
@@ -156,6 +164,7 @@ class Remote:
             raise GraderDown(f"{self._name} answered with status {status}{hint}")
 
     async def _text(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return a reply's bytes. GraderDown if there are more than LONGEST_REPLY."""
         text = bytearray()
         async for part in response.content.iter_any():
             text += part
@@ -164,6 +173,7 @@ class Remote:
         return bytes(text)
 
     def _reply(self, text: bytes) -> ServiceReply:
+        """Parse a reply. GraderDown if it is not of this form."""
         try:
             # Python's decoder, because Python's services write NaN, which is no JSON;
             # it then is one item without a reward.
@@ -175,6 +185,7 @@ class Remote:
 
 
 def _verdict(reward: float | None) -> Verdict:
+    """Return a service's reward as a verdict: an error if it is none or not finite."""
     if reward is None or not math.isfinite(reward):
         return Verdict(math.nan, error="the service could not judge it")
     return Verdict(reward)

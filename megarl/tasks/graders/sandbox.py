@@ -84,8 +84,9 @@ type Ended = Literal["exit", "time", "output"]
 
 
 class Ran(NamedTuple):
-    """The outcome of a program. ended: `exit` if it exited by itself (with any status),
-    else the limit that it exceeded.
+    """The outcome of a program. stdout: its output, or what else inside.py answers;
+    ended: `exit` if it exited by itself (with any status), else the limit that it
+    exceeded.
     """
 
     stdout: str
@@ -197,8 +198,8 @@ class Sandbox:
 
     async def run(self, program: str, stdin: str, call: str = "", expected: int = 0) -> Ran:
         """Return the program's output for this stdin or, after it has run, the repr of
-        the expression `call`. expected: bytes by which the output may exceed the limit.
-        GraderDown if no sandbox can start it.
+        the expression `call`. expected: bytes of output that the test expects, which
+        may be printed beyond the limit. GraderDown if no sandbox can start it.
         """
         return await self._tried(
             lambda: self._run(program, expected=expected, input=stdin, call=call)
@@ -247,7 +248,7 @@ class Sandbox:
                 if verdict.stdout:
                     serving.cancel()
         except* (OSError, GraderDown) as errors:
-            raise errors.exceptions[0] from None
+            raise errors.exceptions[0] from None  # one alone, as `_tried` expects it
         return verdict
 
     async def _run(
@@ -279,8 +280,8 @@ class Sandbox:
     async def _finished(
         self, process: asyncio.subprocess.Process, task: bytes, longest: int
     ) -> Ran:
-        """Give a process its task, and return its outcome. longest: bytes of its
-        output. OSError if the program has not begun.
+        """Give a process its task, and return its outcome. longest: the most bytes of
+        its output. OSError if the process ended before the program began.
         """
         output = bytearray()
         ended: Ended = "exit"
@@ -336,7 +337,9 @@ async def _give(process: asyncio.subprocess.Process, task: bytes) -> None:
 
 
 async def _read(process: asyncio.subprocess.Process, output: bytearray, longest: int) -> None:
-    """Append a process's output, until it ends or is longer than that."""
+    """Append a process's output to `output`, until it ends or has more than `longest`
+    bytes.
+    """
     assert process.stdout
     while len(output) <= longest:
         piece = await process.stdout.read(1 << 16)
@@ -354,8 +357,9 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and its children. Its last output is read and dropped, because
-    asyncio waits for pipes to end, too.
+    """Kill the process and its children, and wait for their end. The last output is
+    read and dropped, because asyncio waits for pipes to end, too. GraderDown if they do
+    not end.
     """
     assert process.stdout
     with contextlib.suppress(ProcessLookupError):
@@ -394,8 +398,8 @@ def _bubblewrap(prefixes: Sequence[Path], limits: Limits) -> list[str]:
 
 
 def _installed(prefix: Path) -> list[str]:
-    """Return bwrap's arguments that show a Python."""
-    if prefix.is_relative_to("/usr"):
+    """Return bwrap's arguments that show the Python in this directory, read-only."""
+    if prefix.is_relative_to("/usr"):  # all of /usr is shown
         return []
     arguments: list[str] = []
     # bwrap by itself would make them accessible to its own user only

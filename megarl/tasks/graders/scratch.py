@@ -67,7 +67,7 @@ def scratch() -> Iterator[Path]:
         yield folder
     finally:
         remove(folder)
-        os.close(lock)
+        os.close(lock)  # only now, or another process would remove it too
 
 
 @asynccontextmanager
@@ -80,7 +80,7 @@ async def async_scratch() -> AsyncIterator[Path]:
         try:
             await _async_remove(folder)
         finally:
-            os.close(lock)
+            os.close(lock)  # also if that is cancelled: a later process removes the rest
 
 
 def hand_over(folder: Path) -> None:
@@ -103,10 +103,9 @@ def becomes_nobody() -> bool:
 
 
 def _is_mapped(table: str) -> bool:
-    """Return whether this user namespace has an id for nobody.
-
-    Each line of its table has the first id of a range, that id outside, and the range's
-    length.
+    """Return whether this user namespace has an id for nobody. table: the file with its
+    ids of users or groups, each line a range: the first id, that id outside the
+    namespace, and the range's length.
     """
     for line in Path(table).read_text().splitlines():
         first, _, count = map(int, line.split())
@@ -116,7 +115,7 @@ def _is_mapped(table: str) -> bool:
 
 
 def _make() -> tuple[Path, int]:
-    """Return a new folder, and the descriptor that locks it."""
+    """Return a new folder, and the descriptor that locks it until it is closed."""
     _sweep(tempfile.gettempdir())
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = os.open(folder, os.O_RDONLY)
@@ -185,10 +184,11 @@ def _removal(folder: Path) -> list[str]:
 
     It may complain of each file. The disk may be full, so the complaints go to no file.
     """
-    removes = 'rm -rf -- "$1"'
+    removal = 'rm -rf -- "$1"'
     if os.getuid() != 0:  # root may enter every directory, and chmod would follow a link
-        removes = f'{removes} || {{ chmod -R u+rwx -- "$1"; {removes}; }}'
-    return ["sh", "-c", f"{{ {removes}; }} 2>&1 | tail -c {SHOWN_BYTES}", "sh", str(folder)]
+        removal = f'{removal} || {{ chmod -R u+rwx -- "$1"; {removal}; }}'
+    script = f"{{ {removal}; }} 2>&1 | tail -c {SHOWN_BYTES}"
+    return ["sh", "-c", script, "sh", str(folder)]  # the second sh is $0, the folder $1
 
 
 def _log_rest(folder: Path, output: bytes) -> None:
@@ -221,8 +221,8 @@ def remove_abandoned(temporary: Path) -> None:
 
 
 def _is_abandoned(folder: int) -> bool:
-    """Lock an open folder, and return True, if it is ours and was not made just now.
-    OSError if another process has locked it.
+    """Return whether an open folder is ours and was not changed just now; if so, it is
+    locked. folder: its descriptor. OSError if another process has locked it.
     """
     about = os.fstat(folder)
     if about.st_uid not in _owners() or time.time() - about.st_mtime <= YOUNG_S:
@@ -232,9 +232,8 @@ def _is_abandoned(folder: int) -> bool:
 
 
 def _opened(folder: Path) -> int:
-    """Open a folder, even one that its owner may not enter.
-
-    OSError if it is a link, or another user's.
+    """Open a folder, and return its descriptor. One of ours that may not be entered
+    gets its rights back first. OSError if it is a link, or another user's.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
@@ -258,7 +257,7 @@ def kill_users(folder: Path) -> None:
     """Kill the processes whose TMPDIR this is, such as browsers, tmux and what it
     runs.
     """
-    for _ in range(2):  # one may be starting another
+    for _ in range(2):  # in the first round one may have started another
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # another user's, or it has ended
                 if b"TMPDIR=%s\0" % os.fsencode(folder) in path.read_bytes():

@@ -39,6 +39,7 @@ CLONE_FLAGS = (
     0x8000,  # CLONE_PARENT
     *(0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000),  # CLONE_NEW…
 )
+CLONE3 = 435
 LOW_HALF = 0xFFFFFFFF
 """The kernel ignores the other half of such an argument."""
 
@@ -65,11 +66,12 @@ def system_call_filter(files_in_sight: bool) -> bytes:
         refused += [*OF_FILES, *OF_FILES_NUMBERS.values()]
     for call in refused:
         calls.add_rule(deny, call)
-    # Its flags cannot be inspected; libc falls back to clone.
-    calls.add_rule(seccomp.ERRNO(errno.ENOSYS), 435)
+    # clone3's flags are in memory, where a filter cannot look; libc falls back to
+    # clone.
+    calls.add_rule(seccomp.ERRNO(errno.ENOSYS), CLONE3)
     for flag in CLONE_FLAGS:
         calls.add_rule(deny, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
-    # Refused for other processes.
+    # The first argument is the process whose limits are set; 0 is the caller.
     calls.add_rule(deny, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))
     for command in IOCTLS:
         calls.add_rule(deny, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, LOW_HALF, command))

@@ -31,10 +31,11 @@ class TimeUp(BaseException):
 
 
 def judge(function: Function, submission: Submission, limit_s: float) -> Verdict:
-    """Return the verdict within `limit_s`, unless a single C call hangs (then the pool
-    kills this process).
+    """Return the function's verdict within `limit_s`, unless a single C call hangs
+    (then the pool kills this process). An error of its own makes the answer wrong; an
+    OSError, None or NaN leaves it without a score.
     """
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM then raises TimeUp
     try:
         value = function(submission)
         score = math.nan if value is None else score_of(value)
@@ -68,6 +69,7 @@ def main(limit_s: float, grader: str) -> None:
     function = named(grader)
 
     def time_up(*_: Any) -> None:
+        """Handle SIGALRM."""
         raise TimeUp
 
     signal.signal(signal.SIGALRM, time_up)

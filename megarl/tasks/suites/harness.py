@@ -59,7 +59,7 @@ class Document(NamedTuple):
     def target(self) -> Any:
         """What the harness compares with: a text, the index of a choice, or several."""
         row = self.requests[0].doc
-        if getattr(self.task, "multiple_input", False):
+        if getattr(self.task, "multiple_input", False):  # its text is the right context's index
             return self.task.doc_to_text(row)
         return self.task.doc_to_target(row)
 
@@ -213,7 +213,9 @@ class AskedModel:
         return responses
 
     async def _with_greedy(self, pair: tuple[str, str], response: Response) -> Response:
-        """Return the response with whether the model would continue like that."""
+        """Return a scored response with whether the model, which takes the likeliest
+        token each time, would continue like that. pair: context and continuation.
+        """
         encoded = self._encode(*pair)
         generation = await self.client.generate(
             encoded.tokens[: encoded.first],
@@ -227,6 +229,7 @@ class AskedModel:
         return response._replace(value=(likelihood, is_greedy))
 
     async def _repeated(self, request: Any) -> list[Response]:
+        """Return as many texts as a request asks for."""
         context, options = request.args
         return [await self._write(context, options) for _ in range(request.repeats or 1)]
 
@@ -241,7 +244,7 @@ class AskedModel:
         temperature = 0.0
         if options.get("do_sample"):
             temperature = options.get("temperature", 1.0)
-        room = self.longest - limit
+        room = self.longest - limit  # tokens for the prompt
         if room < 1:
             raise MegarlError(f"no room for a prompt: {limit} tokens of text, {self.longest} fit")
         (prompt,) = self.tokenizer.encode_all([self._end_of(context)], framed=True)
@@ -282,7 +285,7 @@ class AskedModel:
         context = self._end_of(context)
         stripped = context.rstrip()
         prefix, tokens = self.tokenizer.encode_all([stripped, context + continuation], framed=True)
-        if not len(prefix):
+        if not len(prefix):  # the first token must follow one, as in the harness
             prefix = np.array([self.tokenizer.end], np.int32)
             tokens = np.concatenate([prefix, tokens])
         surplus = max(0, len(tokens) - self.longest)
@@ -317,7 +320,9 @@ class Documents(Questions[Document]):
     """
 
     def answerer(self, asker: Asker) -> Callable[[Document, int, Order], Awaitable[Answer]]:
-        """Return a function that answers one row."""
+        """Return a function of a row, a sample's number and the order among requests,
+        which returns the row's answer.
+        """
         return partial(self._answer, asker)
 
     async def _answer(self, asker: Asker, document: Document, sample: int, order: Order) -> Answer:
@@ -346,7 +351,9 @@ class Documents(Questions[Document]):
 
 
 def answered(document: Document, suite: str, responses: Sequence[Sequence[Response]]) -> Answer:
-    """Make the answer from the responses to each request of the row."""
+    """Make the answer from the responses to each request of the row: with the text
+    written or, if choices are scored, the likeliest one.
+    """
     task = document.task
     answer = _unanswered(document, suite, "")
     metrics = _metrics(document, responses)
@@ -357,7 +364,7 @@ def answered(document: Document, suite: str, responses: Sequence[Sequence[Respon
         scores=metrics,
         truncated=is_cut,
     )
-    firsts = [repeated[0] for repeated in responses]
+    firsts = [repeated[0] for repeated in responses]  # of each request
     if task.OUTPUT_TYPE == "generate_until":
         text = firsts[0].value
         return msgspec.structs.replace(
@@ -366,6 +373,7 @@ def answered(document: Document, suite: str, responses: Sequence[Sequence[Respon
     if task.OUTPUT_TYPE != "multiple_choice":
         return msgspec.structs.replace(answer, tokens=firsts[0].tokens)
     choices = task.doc_to_choice(document.requests[0].doc)
+    # Further requests may ask for the choices without the context.
     likelihoods = [response.value[0] for response in firsts[: len(choices)]]
     per_character = np.divide(likelihoods, [len(choice) for choice in choices])
     chosen = int(np.argmax(likelihoods))

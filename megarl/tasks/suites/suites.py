@@ -49,15 +49,16 @@ def load(
     max_tokens: int,
     decontaminate: Sequence[str] = (),
 ) -> Loaded:
-    """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate,
-    for rows held out of a training set.
+    """Load a suite. MegarlError if no row is usable. max_tokens: of a prompt; longer
+    ones are left out. decontaminate: data.decontaminate, for rows held out of a
+    training set, which have to be the same ones as in training.
     """
     if suite.data.startswith(LM_EVAL):
         return _load_harness(name, suite)
     read = mapping_of(suite.mapping, suite.columns)
     if "code" in suite.graders:
         read = of_programs(read)
-    within = renderer(suite, tokenizer)
+    render = renderer(suite, tokenizer)
     if suite.heldout is None:
         surveyed = survey(suite.data, read, largest=math.inf)
         rows = len(surveyed.is_kept)
@@ -66,15 +67,15 @@ def load(
         surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
         rows = suite.heldout
         left_out = {}
-    sets = load_set(
+    train, heldout = load_set(
         surveyed,
-        lambda row: within(with_question(row, suite.prompt)),
+        lambda row: render(with_question(row, suite.prompt)),
         tokenizer,
         max_tokens,
         name,
         suite.data,
     )
-    prompts = sets[suite.heldout is not None].prompts
+    prompts = train.prompts if suite.heldout is None else heldout.prompts
     too_long = rows - sum(left_out.values()) - len(prompts)
     if too_long:
         left_out[f"longer than {max_tokens} tokens"] = too_long
@@ -100,7 +101,9 @@ def _content(document: Document) -> list[object]:
 
 
 def with_question(row: PromptRow, form: str) -> PromptRow:
-    """Return the row with its last message put in place of {prompt} in `form`."""
+    """Return the row with its prompt, or the last message of its conversation, put in
+    place of {prompt} in `form`, the suite's `prompt`.
+    """
     if not row.messages:
         return replace(row, prompt=form.replace("{prompt}", row.prompt))
     last = row.messages[-1]

@@ -146,10 +146,12 @@ def common_suites(folder_a: Path, folder_b: Path, suite: str | None) -> list[str
 
 
 def _suites(folder: Path, suite: str | None) -> list[str]:
-    """Return the suites with answers. MegarlError if there are none, or not `suite`."""
+    """Return the suites with answers. MegarlError if there are none or, unless it is
+    None, if `suite` is not among them.
+    """
     names = suites_in(folder)
-    is_missing = not names if suite is None else suite not in names
-    if not is_missing:
+    is_there = bool(names) if suite is None else suite in names
+    if is_there:
         return names
     to_suite = f"to {suite} " if suite else ""
     contents = "is neither OUT of `megarl eval` nor RUN/evaluations/step-N"
@@ -191,7 +193,9 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Return what puts test/2 before test/10."""
+    """Return a sort key that puts test/2 before test/10: the name's parts, each with
+    its value as a number, 0 for other text.
+    """
     key = []
     for part in re.split(r"(\d+)", name):
         number = int(part) if part.isdecimal() else 0
@@ -206,12 +210,11 @@ def _check_expected(suite: str, a: Side, b: Side, prompts: Sequence[str]) -> Non
     if not mismatches:
         return
     of_a, of_b = mismatches[0]
-    text_a = (
-        f"{len(mismatches)} prompts of {suite} expect another answer: {of_a.id!r} expects"
-        f" {of_a.expected[:60]!r} in one"
+    raise MegarlError(
+        f"{a.folder} and {b.folder}: {len(mismatches)} prompts of {suite} expect another answer:"
+        f" {of_a.id!r} expects {of_a.expected[:60]!r} in one and {of_b.expected[:60]!r} in the"
+        " other; the two sets differ"
     )
-    text_b = f"{of_b.expected[:60]!r} in the other; the two sets differ"
-    raise MegarlError(f"{a.folder} and {b.folder}: {text_a} and {text_b}")
 
 
 type Outcomes = Sequence[Sequence[Outcome]]
@@ -219,8 +222,8 @@ type Outcomes = Sequence[Sequence[Outcome]]
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
-    """Return the quantities compared. The k in `mean@k` is the number of answers that
-    every prompt has on both sides.
+    """Return the quantities compared. The k in `mean@k` is the least number of answers
+    that a prompt has on either side.
     """
     of_a = _outcomes(a, prompts)
     of_b = _outcomes(b, prompts)
@@ -238,6 +241,7 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
 
 
 def _outcomes(side: Side, prompts: Sequence[str]) -> Outcomes:
+    """Return the outcomes of a side's answers to these prompts."""
     return [list(map(Outcome.of, side.answers[name])) for name in prompts]
 
 
@@ -249,8 +253,8 @@ def _share(
     step: float,
     k: int = 1,
 ) -> Quantity:
-    """Compare a share. value_of: its value for a prompt's answers; step: how much one
-    answer changes it; k: how many answers decide it.
+    """Compare a share. value_of: returns it for a prompt's answers; step: how much one
+    answer changes it at most; k: how many answers decide it, as in pass@k.
     """
     values_a = [value_of(answers) for answers in a]
     values_b = [value_of(answers) for answers in b]
@@ -261,8 +265,8 @@ def _share(
 
 
 def _chosen(a: Outcomes, b: Outcomes, k: int) -> list[Quantity]:
-    """Compare the ways to choose among k answers that both sides have; rewards may be
-    on one side only.
+    """Compare by each way to choose among k answers that both sides have: the choice by
+    reward needs rewards, which one side may lack.
     """
     ways_a = choices(list(chain.from_iterable(a)))
     ways_b = choices(list(chain.from_iterable(b)))
@@ -275,6 +279,9 @@ def _chosen(a: Outcomes, b: Outcomes, k: int) -> list[Quantity]:
 
 
 def _value_of_choice(choose: Choice, k: int, answers: Sequence[Outcome]) -> float:
+    """Return the score of a prompt if one of k answers is chosen: for `partial`, which
+    gives the first two arguments.
+    """
     return choose(answers, k)
 
 
@@ -291,6 +298,9 @@ def _share_truncated(answers: Sequence[Outcome]) -> float:
 
 
 def _tokens(a: Outcomes, b: Outcomes) -> Quantity:
+    """Compare the mean length of a prompt's answers. The sides' own means have no
+    interval (NaN), only the difference has one.
+    """
     values_a = _mean_tokens(a)
     values_b = _mean_tokens(b)
     mean_a = Estimate(fmean(values_a), math.nan, math.nan)
@@ -326,7 +336,9 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
 
 
 def _differing_settings(a: Side, b: Side) -> Iterator[str]:
-    """Yield each setting that is not the same on both sides, the model aside."""
+    """Yield each setting that is not the same on both sides, the model aside; none if
+    the settings of one side are not known yet.
+    """
     if a.result is None or b.result is None:
         return
     settings_a = flat({**a.result.settings, "model": None})
@@ -410,6 +422,7 @@ def _examples(comparison: SideBySide) -> Table:
 
 
 def _verdict(answer: Answer) -> Text:
+    """Return `right: ` or `wrong: ` and the answer, on one line."""
     style = "green" if answer.correct else "red"
     mark = "right" if answer.correct else "wrong"
     return Text.assemble((f"{mark}: ", style), _one_line(answer.completion))
@@ -417,15 +430,16 @@ def _verdict(answer: Answer) -> Text:
 
 def _without_template(prompts: Sequence[str]) -> list[str]:
     """Return the prompts without what all begin with, in whole words, and without what
-    all end with.
+    all end with. If all are equal, nothing tells what the template is.
     """
     if len(set(prompts)) == 1:
         return list(prompts)
     common_start = prompts[0][: _equal_characters(prompts)]
-    whole_words = common_start.rfind(" ") + 1
+    whole_words = common_start.rfind(" ") + 1  # characters of the start that are left out
     texts = [prompt[whole_words:] for prompt in prompts]
-    end = _equal_characters([text[::-1] for text in texts])
-    return [text[: len(text) - end] for text in texts]
+    reversed_texts = [text[::-1] for text in texts]
+    common_end = _equal_characters(reversed_texts)
+    return [text[: len(text) - common_end] for text in texts]
 
 
 def _equal_characters(texts: Sequence[str]) -> int:
@@ -449,7 +463,7 @@ def _one_line(text: str) -> str:
 
 
 def cells(quantity: Quantity) -> tuple[str, str, str]:
-    """Return the texts of A, B and B − A."""
+    """Return the texts of A, B and B − A, with their intervals."""
     d = quantity.difference
     if quantity.share:
         difference = f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
@@ -475,19 +489,19 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     """
     differences = np.subtract(b, a)
     mean = float(differences.mean())
-    spread = differences
+    samples = differences
     freedom_lost = 1
     bound = math.inf
     if step:
-        spread = np.concatenate([differences, (step, -step)])
+        samples = np.concatenate([differences, (step, -step)])
         freedom_lost = 0
         bound = 1.0  # two shares differ by 1 at most
-    variance = math.inf
-    if len(spread) > 1:
-        variance = float(spread.var(ddof=freedom_lost))
-    error = math.sqrt(variance / len(spread))
+    variance = math.inf  # as nothing tells it
+    if len(samples) > 1:
+        variance = float(samples.var(ddof=freedom_lost))
+    error = math.sqrt(variance / len(samples))
     half = student(len(differences) - 1) * error
-    centre = float(spread.mean())
+    centre = float(samples.mean())  # the added prompts draw it to 0
     low = max(-bound, min(mean, centre - half))
     high = min(bound, max(mean, centre + half))
     return Estimate(mean, low, high)
@@ -521,8 +535,8 @@ def write_comparison(comparison: SideBySide, target: Path) -> int | None:
 
 
 def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
-    """Return the page's data, in which each of the prompts is [id, start of text, A
-    right, A answers, B right, B answers, truncated in both].
+    """Return the page's data except for the prompts' texts and answers. limit: the
+    characters that completions keep, None if they keep all.
     """
     lines = list(comparison.notes)
     sides = (comparison.a, comparison.b)
@@ -542,13 +556,14 @@ def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
 
 
 def _lines(comparison: SideBySide) -> list[list[str | int]]:
-    """Return the list of prompts. The words with which all of them begin, which belong
-    to a template, are left out.
+    """Return the page's list of prompts, each as [id, start of text, A right, A
+    answers, B right, B answers, truncated in both]. The words with which all texts
+    begin, which belong to a template, are left out.
     """
     texts = [answer.prompt.split() for answer in comparison.a.firsts(comparison.prompts)]
-    start = 0
-    for index, column in enumerate(zip(*texts, strict=False)):
-        if len(set(column)) > 1:
+    start = 0  # number of the first word that is not the same in all texts
+    for index, words_of_all in enumerate(zip(*texts, strict=False)):
+        if len(set(words_of_all)) > 1:
             start = index
             break
     lines: list[list[str | int]] = []
@@ -580,7 +595,7 @@ def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, o
 
 def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
     """Return an answer for the page. limit: as in `_prompt`."""
-    marks = {
+    marks = {  # what is unusual about an answer: whether it is so of this one
         "truncated": answer.truncated,
         "interrupted": answer.interrupted,
         "no answer found": not answer.format_ok and not answer.void,

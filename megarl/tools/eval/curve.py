@@ -48,7 +48,9 @@ class ScoreCurve(NamedTuple):
 
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
-    """Return a model's curves, one for each way to choose among its answers."""
+    """Return a model's curves, one for each way to choose among its answers, with n up
+    to the least number of answers that a prompt has. name: the model's.
+    """
     prompts = metrics.by_prompt(outcomes)
     count = len(outcomes)
     mean_tokens = sum(outcome.tokens for outcome in outcomes) / count
@@ -65,20 +67,23 @@ def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
 
 
 def main(folders: Sequence[Path], suite: str | None, picture: Path | None) -> int:
-    """Print a table and draw a picture for each suite; return 0."""
+    """Print a table and draw a picture for each suite; return 0. folders: as in
+    `_places`; suite: None for all that all folders have; picture: its path, None for
+    curve-SUITE.png in the first folder.
+    """
     places: list[Path] = []
     for folder in folders:
         places += _places(folder)
     console = terminal.console()
     for name in _suites(places, suite, picture):
         outcomes = _outcomes(places, name)
-        longest = max(map(len, map(_ids, outcomes.values())))
+        most_prompts = max(len(_ids(of_place)) for of_place in outcomes.values())
         shared = _shared_ids(name, outcomes)
         drawn = _curves_of_all(outcomes, shared)
         console.print(table(name, drawn))
-        if longest > len(shared):
+        if most_prompts > len(shared):
             console.print(
-                f"Over the {len(shared)} prompts that all have answers to; one has {longest}.",
+                f"Over the {len(shared)} prompts that all have answers to; one has {most_prompts}.",
                 highlight=False,
             )
         path = picture or folders[0] / f"curve-{name}.png"
@@ -158,6 +163,7 @@ def _curves_of_all(
 
 
 def _name(place: Path) -> str:
+    """Return `step N` for a run's evaluation, the directory's name for another."""
     if CHECKPOINT.fullmatch(place.name):
         return f"step {step_of(place)}"
     return place.name
@@ -182,7 +188,9 @@ def _places(folder: Path) -> list[Path]:
 
 
 def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
-    """Make a table with a row for each model and number of answers."""
+    """Make a table with a row for each model and number of answers. The model's name
+    stands in its first row.
+    """
     kinds = _kinds(drawn)
     labels = [WORDS[kind].replace(" (", "\n(") for kind in kinds]
     columns = [Column("model", overflow="fold")]  # shrinks on a narrow terminal; numbers cannot
@@ -192,9 +200,9 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
         *columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left"
     )
     for model in dict.fromkeys(curve.model for curve in drawn):
-        points = {curve.kind: curve.points for curve in drawn if curve.model == model}
-        for index, point in enumerate(points["pass"]):
-            texts = [_score(points.get(kind), index) for kind in kinds]
+        points_of = {curve.kind: curve.points for curve in drawn if curve.model == model}
+        for index, point in enumerate(points_of["pass"]):  # every model has this curve
+            texts = [_score(points_of.get(kind), index) for kind in kinds]
             label = model if index == 0 else ""
             result.add_row(label, str(point.n), f"{point.tokens:,.0f}", *texts)
     return result
@@ -207,6 +215,7 @@ def _kinds(drawn: Sequence[ScoreCurve]) -> list[str]:
 
 
 def _score(points: Sequence[CurvePoint] | None, index: int) -> str:
+    """Return the text of a score. points: None if the model has no such curve."""
     if points is None:
         return "–"
     score = points[index].score
@@ -221,7 +230,7 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
 
     models = list(dict.fromkeys(curve.model for curve in drawn))
     last = max(len(models) - 1, 1)
-    shades = [0.85 * n / last for n in range(len(models))]
+    shades = [0.85 * n / last for n in range(len(models))]  # up to 1 it would be too light
     colours = dict(zip(models, colormaps["viridis"](shades), strict=True))
     with drawing((8, 5)) as (figure, (axes,)):
         for model, kind, points in drawn:
@@ -231,7 +240,7 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
             highs = [point.score.high for point in points]
             axes.plot(tokens, means, STYLES[kind], color=colours[model], marker=".")
             axes.fill_between(tokens, lows, highs, color=colours[model], alpha=0.1, lw=0)
-        for n, tokens_of_n, score in drawn[-1].points:
+        for n, tokens_of_n, score in drawn[-1].points:  # one curve is enough to show n
             place = (tokens_of_n, score.mean)
             axes.annotate(
                 f"n={n}", place, (0, 6), textcoords="offset points", fontsize=7, ha="center"

@@ -66,8 +66,9 @@ def main(
     data: str | None,
     folder: Path | None,
 ) -> int:
-    """Return 0, or 1 if an answer is void. None: as the suite says; for `folder`, a
-    directory in runs/evaluations.
+    """Ask the model, write answers and results, and print them; return 0, or 1 if an
+    answer is void. suite, data: those of --suite and --data. None: as the suite says;
+    for `folder`, a directory in runs/evaluations.
     """
     outlive_screen()
     console = terminal.console()
@@ -97,7 +98,9 @@ def main(
 
 
 def _suite_words(suite: str, data: str | None) -> list[str]:
-    """Return the words of --suite."""
+    """Return the names in --suite. MegarlError if there are none, or several with
+    --data.
+    """
     words = [word for word in suite.split(",") if word]
     if not words:
         raise MegarlError("--suite: names no suite")
@@ -144,7 +147,7 @@ def _load(
 def _write_results(
     loaded: Sequence[LoadedSuite], subject: Subject, folder: Path
 ) -> tuple[list[Result], Counter[str]]:
-    """Write each suite's result; return them, and how often answers are void, by
+    """Write each suite's result; return the results, and how many answers are void, by
     reason.
     """
     results = []
@@ -177,13 +180,15 @@ def asked_now(questions: SuiteQuestions, outcomes: Sequence[Outcome]) -> list[Ou
 
 
 def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
-    """Return advice if most answers lack the end of thinking, as those of a model that
-    never thinks do; else an empty text.
+    """Return advice if most answers to a suite lack the end of thinking, as those of a
+    model that never thinks do; else "".
     """
-    missing = [
-        r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results
-    ]
-    if not end_of_thinking or max(missing) < 0.5:
+    shares_without_end = []
+    for result in results:
+        # An answer that is cut off lacks it, too, but says nothing of the model.
+        share = result.metrics.get("format_error_rate", 0.0) - result.metrics["truncation_rate"]
+        shares_without_end.append(share)
+    if not end_of_thinking or max(shares_without_end) < 0.5:
         return ""
     advice = (
         "if the model never writes it, evaluate it with \"length.end_of_thinking=''\" and another"
@@ -195,8 +200,8 @@ def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
 def _with_earlier(
     questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]
 ) -> SuiteQuestions:
-    """Return the questions with the answers that already exist. MegarlError if those
-    were made with other settings.
+    """Return the questions with the answers that already exist, except for void ones,
+    which are asked again. MegarlError if they were made with other settings.
     """
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
@@ -239,7 +244,10 @@ def _ask(
     folder: Path,
     console: Console,
 ) -> None:
-    """Ask the open questions on servers that are started for it; save each answer."""
+    """Ask the open questions on servers that are started for it, and save each answer
+    at once. A run's checkpoint is exported first. MegarlError if a server ends or the
+    grader is down; the answers so far are kept.
+    """
     with ExitStack() as stack:
         if subject.run is not None:
             exported = stack.enter_context(
@@ -280,8 +288,8 @@ def _ask(
 
 @contextmanager
 def _exported(checkpoint: Path, target: Path) -> Iterator[Path]:
-    """Yield a temporary Hugging Face directory with the exported checkpoint. Another
-    process exports, as that needs torch.
+    """Yield `target`, a Hugging Face directory with the exported checkpoint, which is
+    removed after the block. Another process exports it, as that needs torch.
     """
     shutil.rmtree(target, ignore_errors=True)  # a process that was killed may have left it
     command = [
@@ -308,8 +316,8 @@ LINE_S = 30.0  # seconds between progress lines when the output is not a termina
 def counted(
     questions: Sequence[SuiteQuestions], console: Console
 ) -> Iterator[Callable[[Answer], None]]:
-    """Show the progress of each suite: answers so far, and the share that is right.
-    Yield a function that counts an answer.
+    """Show the progress of each suite in the block: answers so far, and the share that
+    is right. Yield a function to call with each answer.
     """
     columns = [
         progress.TextColumn("{task.description}", markup=False),
@@ -348,7 +356,7 @@ def counted(
         yield count
 
 
-RATES = {
+RATES = {  # labels in the table: metrics
     "truncated": "truncation_rate",
     "interrupted": "interruption_rate",
     "no answer": "format_error_rate",
@@ -387,12 +395,15 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def _scores(results: Sequence[Result]) -> dict[str, str]:
-    """Return the metrics with an interval that a suite has, by their labels."""
+    """Return the metrics with an interval that any suite has, by their labels in the
+    table.
+    """
     metrics = {"mean@k": "pass_rate", "choice by length": "pass_rate_by_length"}
     existing = set[str]().union(*(result.metrics for result in results))
     for kind in ("pass", "maj", "best"):
         matches = [re.fullmatch(rf"{kind}@(\d+)", name) for name in existing]
         numbers = sorted(int(match[1]) for match in matches if match)
+        # Of one answer each of them is mean@k.
         metrics |= {f"{kind}@{k}": f"{kind}@{k}" for k in numbers if k > 1}
     return {label: metric for label, metric in metrics.items() if metric in existing}
 
@@ -406,6 +417,7 @@ def _harness_metrics(results: Sequence[Result]) -> list[str]:
 
 
 def _with_interval(result: Result, metric: str) -> str:
+    """Return the text of a metric with its interval; a dash if the suite has none."""
     if metric not in result.metrics:
         return "–"
     low = result.metrics[f"{metric}_low"]
@@ -414,6 +426,7 @@ def _with_interval(result: Result, metric: str) -> str:
 
 
 def _mean(result: Result, metric: str) -> str:
+    """Return the text of a metric without an interval; a dash if the suite has none."""
     if metric not in result.metrics:
         return "–"
     return f"{result.metrics[metric]:.3f}"

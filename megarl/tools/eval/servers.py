@@ -58,7 +58,9 @@ class OwnServers:
 
     @cached_property
     def places(self) -> Places:
-        """The places for requests on them."""
+        """The places for requests on them. A server gets requests once it has published
+        weights, and those that it has read count as such.
+        """
         members = Membership([client.address for client in self.clients.values()])
         for n in self.clients:
             members.answered(n)
@@ -68,7 +70,9 @@ class OwnServers:
 
     @asynccontextmanager
     async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
-        """Yield an Asker, which queries these servers and grades their answers."""
+        """Yield an Asker, which queries these servers and grades their answers. After
+        the block graders, environments, agents and clients are closed.
+        """
         recipe = self.recipe
         ids = set(self.clients)
         graders = TaskGraders(recipe, tokenizer.decode)
@@ -76,7 +80,7 @@ class OwnServers:
         agents = TaskAgents(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, self, environments, agents, positions(recipe))
         at_once = self.places.limit * len(ids)
-        salt = secrets.token_hex(8)
+        salt = secrets.token_hex(8)  # of cached prefixes, which no other client shares then
         try:
             yield Asker(recipe, tokenizer, sampler, graders, ids, salt, at_once)
         finally:
@@ -87,7 +91,9 @@ class OwnServers:
                 await client.close()
 
     def life(self, server: int) -> int:
-        """Return 0: a server that has ended is not started again."""
+        """Return 0, as the number would change only for a server that is started again,
+        and one that has ended is not.
+        """
         return 0
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
@@ -122,7 +128,7 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     """
     rundir = RunDir(recipe.run.path)
     launcher = LocalLauncher()
-    (node,) = launcher.survey(recipe.resources.servers)
+    (node,) = launcher.survey(recipe.resources.servers)  # this machine, with a port for each
     placed = place_servers(recipe, node)
     if not node.gpus:
         count = recipe.resources.servers * recipe.resources.server_tensor_parallel
@@ -152,7 +158,7 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
             try:
                 wait_ready(url, max(0.0, until - time.monotonic()), process.status)
             except MegarlError:
-                servers.check_alive()  # its error says more: it has the end of the log
+                servers.check_alive()  # if the server has ended, this error has its log's end
                 raise
         yield servers
     finally:
@@ -169,9 +175,9 @@ POLL_S = 0.1
 def wait_ready(
     url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None
 ) -> float:
-    """Wait until the server at `url` is ready; return the seconds. MegarlError if it
-    has ended, or after `limit_s` seconds. exit_code: returns its exit status, None
-    while it runs.
+    """Wait until the server at `url` is ready; return the seconds that took.
+    MegarlError if it has ended, or after `limit_s` seconds. exit_code: returns the
+    server's exit status, None while it runs.
     """
 
     async def wait() -> float:

@@ -95,8 +95,8 @@ def subject_of(model: str) -> Subject:
 
 
 class NamedSuite(NamedTuple):
-    """A suite or task that `--suite` names. keys: its keys in a recipe; owner: the
-    recipe that it is of.
+    """A suite or task that `--suite` names. keys: its section of evaluation.suites;
+    owner: the recipe that it is of, whose services it may use.
     """
 
     name: str
@@ -111,8 +111,9 @@ def recipe_of(
     overrides: Sequence[str],
     folder: Path,
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe to ask with, and names of the suites asked for. words: those
-    of --suite. options: overrides of each suite, as `samples=4`.
+    """Return the recipe to ask with, and names of the suites asked for. words: those of
+    --suite; options: overrides of each suite, as `samples=4`; overrides: of the whole
+    recipe; folder: of the answers.
     """
     base = _base_recipe(subject, words, overrides, folder)
     named = [_suite(word, base) for word in dict.fromkeys(words)]
@@ -125,7 +126,7 @@ def recipe_of(
     tree["data"]["decontaminate"] = _decontaminate(named, words)
     template = _template(base, subject.hf)
     for name, keys in suites.items():
-        if not keys.get("agent"):  # an agent's requests get it, not its prompt
+        if not keys.get("agent"):  # of an agent, each request gets the template instead
             suites[name] = template | keys
     for suite in named:
         tree["data"]["services"] |= suite.owner.model_dump(mode="json")["data"]["services"]
@@ -141,8 +142,8 @@ def recipe_of(
 def _base_recipe(
     subject: Subject, words: Sequence[str], overrides: Sequence[str], folder: Path
 ) -> Recipe:
-    """Return the recipe of the subject's run, or of its directory, with servers of its
-    own.
+    """Return the recipe of the subject's run, or for a directory the defaults with what
+    its files say; in both cases with servers of its own, as many as the GPUs allow.
     """
     fixed = [
         f"run.dir={json.dumps(str(folder))}",
@@ -160,7 +161,7 @@ def _base_recipe(
         if match:
             width = int(match[1])
             break
-    servers = max(1, len(devices.gpus()) // width)  # as many as the GPUs allow
+    servers = max(1, len(devices.gpus()) // width)
     fixed.append(f"resources.servers={servers}")
     if subject.run:
         return load(str(subject.run.recipe), fixed)
@@ -168,8 +169,9 @@ def _base_recipe(
 
 
 def _decontaminate(named: Sequence[NamedSuite], words: Sequence[str]) -> Sequence[str]:
-    """Return the data.decontaminate that decides what is held out of tasks. MegarlError
-    if the tasks' runs have several.
+    """Return the data.decontaminate of the runs whose tasks are asked: it decides which
+    of a task's rows are held out. Empty without such a task. MegarlError if the runs
+    have different ones.
     """
     settings = {suite.owner.data.decontaminate for suite in named if suite.keys.get("heldout")}
     if len(settings) > 1:
@@ -181,8 +183,9 @@ def _decontaminate(named: Sequence[NamedSuite], words: Sequence[str]) -> Sequenc
 
 
 def _suite(word: str, base: Recipe) -> NamedSuite:
-    """Return the suite that a word names: a suite or task (held-out prompts) of the
-    run, a shipped suite, lm-eval:TASK, YAML, RUN:TASK.
+    """Return the suite that a word of --suite names: a suite or task (held-out prompts)
+    of the recipe `base`, a shipped suite, lm-eval:TASK, a YAML file, RUN:TASK.
+    MegarlError if it names none.
     """
     if word in base.evaluation.suites:
         return NamedSuite(word, base.evaluation.suites[word].model_dump(mode="json"), base)
@@ -208,6 +211,7 @@ def _suite(word: str, base: Recipe) -> NamedSuite:
 
 
 def _suite_of_run(run: str, task: str) -> NamedSuite:
+    """Return the held-out prompts of a run's task. MegarlError if there is none."""
     recipe = _recipe_of_run(run)
     if task not in recipe.data.tasks:
         raise MegarlError(
@@ -242,16 +246,20 @@ def _lengths_of_runs(words: Sequence[str]) -> list[str]:
 
 
 def _is_task_of_run(word: str) -> bool:
+    """Return whether a word of --suite has the form RUN:TASK."""
     is_file = word.endswith((".yaml", ".yml"))
     return ":" in word and not is_file and not word.startswith(LM_EVAL)
 
 
 def _heldout(name: str, base: Recipe) -> dict[str, object]:
+    """Return a suite's keys for the held-out prompts of a task, with as many prompts
+    and samples as the run's own evaluations have.
+    """
     task = base.data.tasks[name]
     keys = task.model_dump(mode="json", exclude={"train", "heldout", "weight", "trusted_grader"})
-    if isinstance(task.heldout, str):
+    if isinstance(task.heldout, str):  # a set of its own
         keys["data"] = task.heldout
-    else:
+    else:  # so many rows of the training set
         keys |= {"data": task.train, "heldout": task.heldout}
     return keys | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
 
@@ -264,17 +272,17 @@ def _of_directory(hf: Path) -> list[str]:
         advice = f"convert it to one of {', '.join(DTYPES)}"
         raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; {advice}")
     context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
-    answer = max(1, min(2048, context // 4))  # the same for the prompt
-    thinking = max(1, context - 2 * answer)
+    prompt_or_answer = max(1, min(2048, context // 4))  # tokens of each
+    thinking = max(1, context - 2 * prompt_or_answer)
     kv_tokens = str(max(KV_TOKENS, context))
     if devices.gpus():
-        kv_tokens = "null"
+        kv_tokens = "null"  # as many as fit
     return [
         f"model.dtype={DTYPES[dtype]}",
         "length.control=none",
-        f"length.prompt_tokens={answer}",
+        f"length.prompt_tokens={prompt_or_answer}",
         f"length.thinking_tokens=[{thinking}, {thinking}]",
-        f"length.answer_tokens={answer}",
+        f"length.answer_tokens={prompt_or_answer}",
         f"length.end_of_thinking={json.dumps(_end_of_thinking(hf))}",
         f"serving.kv_tokens={kv_tokens}",
     ]
@@ -296,11 +304,11 @@ def _text(path: Path) -> str:
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
-    """Return the template that the run's tasks share.
+    """Return the keys of a suite for the template that the run's tasks share.
 
-    If they have several, or there is no task, it is the model's own, or `raw` for a
-    model without one. MegarlError if the model has one that cannot be read: a score
-    without it would be another.
+    If the tasks have several, or there is no task, it is the model's own, or `raw` for
+    a model without one. MegarlError if the model has one that cannot be read: without
+    it, the score would be another.
     """
     keys = {"template", "system", "template_options"}
     trained = [

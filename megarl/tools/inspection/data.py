@@ -65,16 +65,16 @@ ONE_ANSWER = (
 
 
 def kind_of_answer(text: str) -> str:
-    """Return one of the kinds in `ANSWERS`, `unit tests` for tests of code, or `text`
-    for anything else.
+    """Return one of the kinds in `ANSWERS`, `unit tests` for tests of code,
+    `reasoning-gym problem`, JSON_LIST, or `text` for anything else.
     """
     plain = text.strip().strip("$").strip()
-    with suppress(ValueError):
+    with suppress(ValueError):  # it is no JSON
         if plain.startswith("{") and "tests" in json.loads(plain):
             return "unit tests"
         if plain.startswith("{") and "family" in json.loads(plain):
             return "reasoning-gym problem"
-    with suppress(ValueError):
+    with suppress(ValueError):  # it is no JSON
         if plain.startswith('["') and isinstance(json.loads(plain), list):
             return JSON_LIST
     return next((name for name, form in ANSWERS if re.fullmatch(form, plain, re.DOTALL)), "text")
@@ -82,9 +82,12 @@ def kind_of_answer(text: str) -> str:
 
 @dataclass
 class PromptStatistics:
-    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or
-    characters; sampled: hash, number, row; formulas: the answers that are not plainly
-    numbers, with their frequencies.
+    """Statistics of a prompt set.
+
+    samples: number of rows to show; sampled: these rows, each after its hash and its
+    number, which order them. lengths, answers: those of prompts and of answers, in
+    tokens or characters. formulas: how often answers occur that are not plainly
+    numbers.
     """
 
     samples: int
@@ -119,8 +122,9 @@ def inspect(
     tokenizer: Path | None,
     samples: int,
 ) -> int:
-    """Print what a source or a recipe holds; return 0. tokenizer: a model directory;
-    samples: rows shown of each set.
+    """Print what a source or a recipe holds; return 0. overrides: of a recipe; columns,
+    mapping: how a source is read, as in `reader`; tokenizer: a model directory, None to
+    count characters; samples: rows shown of each set.
     """
     console = terminal.console()
     if not is_source(source):
@@ -154,7 +158,8 @@ def prompt_text(row: PromptRow) -> str:
 
 def reader(mapping: str, columns: Sequence[str]) -> Reader:
     """Return a function that reads rows of this published set, or with these columns,
-    each FIELD=COLUMN.
+    each FIELD=COLUMN; without either, megarl's own rows. MegarlError if there is no
+    such set or field.
     """
     if mapping and mapping not in MAPPINGS:
         raise MegarlError(f"--mapping: {mapping!r} is not one of {', '.join(MAPPINGS)}")
@@ -169,17 +174,17 @@ def reader(mapping: str, columns: Sequence[str]) -> Reader:
 
 def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: Console) -> None:
     """Print each task as a run of the recipe would use it: in its template, without
-    prompts of evaluation sets.
+    prompts of evaluation sets. model: whose tokenizer to use; None: the recipe's.
     """
     tokenizer = load_tokenizer(model or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
         read = mapping_of(task.mapping, task.columns)
         render = renderer(task, tokenizer)
-        split = task.heldout if isinstance(task.heldout, int) else 0
-        surveyed = survey(task.train, read, split, evaluation)
+        rows_held_out = task.heldout if isinstance(task.heldout, int) else 0
+        surveyed = survey(task.train, read, rows_held_out, evaluation)
         train, heldout = look(surveyed, render, tokenizer, samples, console)
-        if isinstance(task.heldout, str):
+        if isinstance(task.heldout, str):  # a set of its own
             heldout, _ = look(survey(task.heldout, read), render, tokenizer, samples, console)
         limit = recipe.length.prompt_tokens
         for part, statistics in (("train", train), ("heldout", heldout)):
@@ -213,7 +218,8 @@ def look(
     console: Console,
 ) -> tuple[PromptStatistics, PromptStatistics]:
     """Print which rows are left out; return statistics of the training rows and the
-    held-out ones. render: None for traces.
+    held-out ones. render: shows a row's prompt as it is counted, None for traces;
+    tokenizer: None to count characters.
     """
     counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
@@ -239,13 +245,13 @@ def look(
 def _statistics(
     surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int
 ) -> tuple[PromptStatistics, PromptStatistics]:
-    """Return statistics of the training rows and the held-out ones."""
+    """Return statistics of the training rows and the held-out ones, as `look` does."""
     parts = PromptStatistics(samples), PromptStatistics(samples)
     if tokenizer is None:
         for row, is_held_out in chosen(surveyed):
             text = prompt_text(row) if render is None else render(row)
             parts[is_held_out].add(row, len(text), len(row.answer))
-    elif render is None:
+    elif render is None:  # of a trace the answer is counted in tokens, too
         for batch in in_parts(chosen(surveyed), _characters):
             prompts = token_counts([row.prompt for row, _ in batch], tokenizer)
             answers = token_counts([row.answer for row, _ in batch], tokenizer)
@@ -259,13 +265,14 @@ def _statistics(
 
 
 def _characters(chosen_row: tuple[PromptRow, bool]) -> int:
+    """Return the length of a row of `chosen`, for `in_parts`."""
     row, _ = chosen_row
     return len(row.prompt) + len(row.answer)
 
 
 def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """Return the numbers of tokens of texts; of one that is far too long, the least
-    number.
+    """Return the numbers of tokens of texts. A text that must have more than
+    MOST_TOKENS is not encoded; its number is the least that it can have.
     """
     too_long = [tokenizer.least_tokens(len(text)) > MOST_TOKENS for text in texts]
     short = [text for text, skipped in zip(texts, too_long, strict=True) if not skipped]
@@ -279,8 +286,8 @@ def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
     return counts
 
 
-def _unread(statistics: PromptStatistics, unread: Collection[Accepted]) -> str:
-    """Say how many answers no grader can read."""
+def _about_unread(statistics: PromptStatistics, unread: Collection[Accepted]) -> str:
+    """Return a sentence on the answers in `unread`, which the grader cannot read."""
     count = sum(statistics.formulas[answers] for answers in unread)
     examples = (" or ".join(answers) for answers in statistics.formulas if answers in unread)
     return (
@@ -298,8 +305,9 @@ def show(
     render: Render | None,
     grader: str = "math",
 ) -> None:
-    """Print one prompt set, or traces if render is None. limit: the most tokens in a
-    prompt or trace that is used.
+    """Print one prompt set, or traces if render is None. unit: tokens or characters;
+    limit: the most tokens in a prompt or trace that is used, None if there is no limit;
+    grader: that of the task, which decides what is said of answers.
     """
     if not statistics.lengths:
         console.print(Text.assemble((name, "bold"), ": no rows"))
@@ -315,24 +323,26 @@ def show(
     else:
         rows_name = "traces"
         limit_name = f"{limit} tokens"
-        tokens = prompts + answers + 1  # and the end token
+        tokens = prompts + answers + 1  # with the end token
         parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
         too_long = int((tokens > limit).sum())
         style = "yellow" if too_long else "dim"
         parts.append(Text(f"{too_long:,} longer than {limit_name}: left out", style=style))
-    _framed(f"{len(prompts):,} {rows_name} · {name}", Group(*parts), console)
+    _print_framed(f"{len(prompts):,} {rows_name} · {name}", Group(*parts), console)
     for _, _, row in statistics.sampled:
         text = Text(_shortened((render or prompt_text)(row), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(' or '.join(row.answers), SHOWN_TEXT)}", style="green")
         title = f"{printable(row.id)} · difficulty {row.difficulty}" if render else ""
-        _framed(title, text, console)
+        _print_framed(title, text, console)
 
 
 def _answer_views(
     statistics: PromptStatistics, answers: np.ndarray, grader: str
 ) -> list[RenderableType]:
-    """Return views of answers and difficulties. answers: lengths in characters."""
+    """Return views of answers and difficulties: lengths, which `answers` has in
+    characters, types, answers that may not mean what the user thinks, and difficulties.
+    """
     parts = [
         _lengths_view("answers", answers, "characters"),
         _bars("answer types", statistics.kinds.most_common()),
@@ -340,16 +350,16 @@ def _answer_views(
     if in_json := statistics.kinds[JSON_LIST]:
         parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
     if grader == "math" and (unread := unreadable(statistics.formulas)):
-        parts.append(Text(_unread(statistics, unread), style="yellow"))
+        parts.append(Text(_about_unread(statistics, unread), style="yellow"))
     counts = statistics.difficulties
     difficulties = [(str(value), count) for value, count in sorted(counts.items())]
-    if len(counts) > BARS + 2:
+    if len(counts) > BARS + 2:  # a few bars more are still better than steps
         difficulties = _in_steps(counts, BARS)
     parts.append(_bars("difficulty", difficulties))
     return parts
 
 
-def _framed(title: str, content: RenderableType, console: Console) -> None:
+def _print_framed(title: str, content: RenderableType, console: Console) -> None:
     console.print(Panel(content, title=Text(title), title_align="left", border_style="dim"))
 
 
@@ -360,24 +370,24 @@ def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
     for label, percent in percentiles.items():
         value = int(np.percentile(lengths, percent, method="lower"))
         texts.append(f"{label} {value:,}")
-    different = max(1, len(np.unique(lengths)))
+    different = max(1, len(np.unique(lengths)))  # no more bars than lengths
     bars = _in_steps(Counter(lengths.tolist()), min(BARS, different))
     return Group(Text(f"{name}, {unit}: {' · '.join(texts)}"), _bars("", bars))
 
 
 def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
     """Return a histogram with `bars` equal steps: the smallest whole number in each
-    step, as a label, and its count.
+    step, as a label, and its count. counted: how often each number occurs.
     """
     counts, edges = np.histogram(list(counted), bins=bars, weights=list(counted.values()))
-    return [
-        (f"{int(np.ceil(edge)):,} …", int(count))
-        for edge, count in zip(edges, counts, strict=False)
-    ]
+    labelled = []
+    for start, count in zip(edges[:-1], counts, strict=True):
+        labelled.append((f"{int(np.ceil(start)):,} …", int(count)))
+    return labelled
 
 
 def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
-    """Return a histogram with a bar for each label and count."""
+    """Return a histogram with a bar for each label and count. name: "" for none."""
     counts = [count for _, count in counted]
     highest = max(counts)
     total = sum(counts)
@@ -392,7 +402,7 @@ def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     for label, count in counted:
         width = round(BAR * count / highest)
-        if count > 0:
+        if count > 0:  # something to see, however few there are
             width = max(width, 1)
         bar = Text("█" * width, style="blue")
         share = Text(f"{count / total:.1%}", style="dim")
@@ -401,6 +411,9 @@ def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
 
 
 def _shortened(text: str, limit: int) -> str:
+    """Return a text for the terminal; of one with more than `limit` characters, its
+    beginning and the number of the others.
+    """
     if len(text) > limit:
         text = f"{text[:limit]} … ({len(text) - limit:,} characters more)"
     return printable(text)

@@ -57,9 +57,10 @@ def show(
     as_json: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print groups of the run in `run_path`. MegarlError if there is no such journal,
-    ticket or batch. limit: most groups in the table, or rollouts of a ticket.
-    tokenizer: the policy's; without one, token ids are shown.
+    """Print groups of the run in `run_path`: a ticket's group, those of a step's batch
+    or, without either, the latest. MegarlError if there is no such journal, ticket or
+    batch. limit: most groups in the table, or rollouts of a ticket. tokenizer: the
+    policy's; without one, token ids are shown.
     """
     console = console or terminal.console()
     reader = JournalReader(RunDir(run_path).rollouts)
@@ -87,8 +88,8 @@ def _chosen(
     if step is None:
         return reader.finished(limit)
     size = state.admission.prompts_per_batch
-    batch = state.admission.batch
-    oldest = state.admission.forgotten // size
+    batch = state.admission.batch  # a step's tickets, None while incomplete
+    oldest = state.admission.forgotten // size  # the first step whose batch is remembered
     if step >= oldest:
         tickets = batch(step)
         if tickets is not None:
@@ -186,7 +187,9 @@ def _notes(group: Group) -> str:
 def _details(
     group: Group, step: int | None, limit: int, tokenizer: Tokenizer | None, name: str
 ) -> Lines:
-    """Return a group's prompt and its rollouts, at most `limit`."""
+    """Return a group's prompt and its rollouts, at most `limit`, to print. step: that
+    trains on it, None: forgotten; name: the prompt's.
+    """
     step_text = "?" if step is None else step
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
@@ -207,7 +210,7 @@ def _details(
 
 
 def _about(rollout: Rollout, step: int | None) -> Text:
-    """Return a line on a rollout. step: that trains on it; None: forgotten."""
+    """Return a line on a rollout. step: that trains on it, None: forgotten."""
     facts = [f"reward {rollout.reward:+g}", rollout.finish, f"{len(rollout.tokens):,} tokens"]
     facts += [f"{name} {score:+g}" for name, score in rollout.rewards.items()]
     versions = _versions((rollout,))
@@ -230,8 +233,8 @@ def _about(rollout: Rollout, step: int | None) -> Text:
 
 
 def _episode_facts(rollout: Rollout) -> list[str]:
-    """Return an episode's turns and, if there are any, several paths, untrained tokens
-    and failed calls; empty if the rollout is of no episode.
+    """Return an episode's number of turns and, if there are any, those of further
+    paths, untrained tokens and failed calls; empty if the rollout is of no episode.
     """
     episode = rollout.episode
     if episode is None:
@@ -247,15 +250,15 @@ def _episode_facts(rollout: Rollout) -> list[str]:
 
 
 def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
-    """Return the completion in colour. A version's number precedes its first token;
-    untrained text is dim.
+    """Return the completion in colour. A version's number precedes its first trained
+    token; untrained text is dim. If there are several paths, a line precedes each.
     """
     text = Text()
-    version = None
-    path_starts = _path_starts(rollout)
+    version = None  # of the trained text so far
+    path_of_start = _path_of_start(rollout)
     for number, segment in enumerate(rollout.segments):
-        if number in path_starts and len(path_starts) > 1:
-            path_number = path_starts[number]
+        if number in path_of_start and len(path_of_start) > 1:
+            path_number = path_of_start[number]
             path = rollout.paths[path_number]
             line_break = "\n" if number else ""
             origin = ""
@@ -271,18 +274,20 @@ def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     return text
 
 
-def _path_starts(rollout: Rollout) -> dict[int, int]:
-    """Return the numbers of paths by that of their first segment."""
-    starts = {}
-    segments = 0
+def _path_of_start(rollout: Rollout) -> dict[int, int]:
+    """Return {number of a path's first segment: number of the path}. The segments of
+    all paths follow one another.
+    """
+    path_of_start = {}
+    first_segment = 0
     for number, path in enumerate(rollout.paths):
-        starts[segments] = number
-        segments += path.segments
-    return starts
+        path_of_start[first_segment] = number
+        first_segment += path.segments
+    return path_of_start
 
 
 def _as_json(group: Group, step: int | None, tokenizer: Tokenizer | None) -> dict[str, object]:
-    """Return a group as JSON. step: that trains on it; None: forgotten."""
+    """Return a group as JSON. step: that trains on it, None: forgotten."""
     rollouts = []
     for rollout in group.rollouts:
         record = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
@@ -310,6 +315,7 @@ def _segment_as_json(segment: Segment, tokenizer: Tokenizer | None) -> dict[str,
 
 
 def _tokens_as_json(tokens: np.ndarray, tokenizer: Tokenizer | None) -> dict[str, object]:
+    """Return token ids and, if there is a tokenizer, their text."""
     record: dict[str, object] = {"tokens": tokens.tolist()}
     if tokenizer:
         record["text"] = _text(tokens, tokenizer)
@@ -326,7 +332,7 @@ def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
-    """Return the weight versions of all trained segments."""
+    """Return the weight versions of all trained segments that have tokens."""
     versions = []
     for rollout in rollouts:
         for segment in rollout.segments:
@@ -336,7 +342,9 @@ def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
 
 
 def _span(versions: np.ndarray) -> str:
-    """Return the first and the last of these versions."""
+    """Return the first and the last of these versions, such as 3–5, or the only one; ""
+    if there is none.
+    """
     if not len(versions):
         return ""
     return "–".join(map(str, sorted({versions.min(), versions.max()})))

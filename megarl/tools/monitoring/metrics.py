@@ -68,7 +68,7 @@ class MetricsWriter:
     def row(self, row: Row) -> None:
         """Write a step's row, with the judgement on it, to all destinations."""
         health = self._health
-        if health is None or row["step"] <= health.step:
+        if health is None or row["step"] <= health.step:  # at first, and when steps are replayed
             health = self._health_before(row["step"])
             self._health = health
         health.add(row)
@@ -93,9 +93,9 @@ class MetricsWriter:
             time.sleep(1.0)
 
     def _health_before(self, step: int) -> Health:
-        """Return the judgement on the rows before this step. Writers drop what they
-        have from there on, and get again the evaluations among it, which are not made
-        again.
+        """Return the judgement on the rows before this step. If there are rows from
+        this step on, they are replayed: the writers drop what they have of these steps,
+        and are shown again the evaluations of them, which are not made again.
         """
         health = Health()
         newest = -1
@@ -118,12 +118,13 @@ class MetricsWriter:
         self._close_exporter()
 
     def _mirror_evaluations(self, first: int = 0) -> None:
-        """Show new evaluations of version `first` or later."""
+        """Show the writers new evaluations of version `first` or later."""
         for step, row in by_step(self._evaluations.new()).items():
             if step >= first:
                 self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
     def _show(self, step: int, values: Row) -> None:
+        """Give the writers those values that are finite numbers."""
         scalars = {}
         for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):
@@ -167,14 +168,16 @@ class Board:
                 self._events.close()
 
     def _add(self, event: event_pb2.Event) -> None:
+        """Write an event, to a new file if the last one has failed."""
         with self._survived():
             self._events = self._events or EventFileWriter(str(self._folder))
             self._events.add_event(event)
 
     @contextmanager
     def _survived(self) -> Iterator[None]:
-        """Log a failure to write. A learner that ended by it would train all steps
-        since its checkpoint again.
+        """Log a failure to write in the block, and forget the file. A learner that
+        ended by it would train all steps since its checkpoint again. Only the first
+        failure is logged until a file can be begun.
         """
         try:
             yield

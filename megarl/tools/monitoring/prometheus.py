@@ -31,9 +31,9 @@ Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_sec
 
 
 def serve(address: str, key: str, families: Families) -> Callable[[], None]:
-    """Serve `address` (host:port), unless it is empty, from a thread; return a function
-    that ends that. families: called at each scrape. MegarlError if the address cannot
-    be used.
+    """Serve `address` (host:port) from a thread; return a function that ends that. If
+    the address is empty, nothing is served. key: that a scraper must send; families:
+    called at each scrape. MegarlError if the address cannot be used.
     """
     if not address:
         return lambda: None
@@ -92,6 +92,8 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Collected(Collector):
+    """What a registry of Prometheus asks for metrics at each scrape."""
+
     def __init__(self, families: Families) -> None:
         self._families = families
 
@@ -99,7 +101,7 @@ class _Collected(Collector):
         return self._families()
 
 
-PARTS = ("wait", "train", "publish", "checkpoint")
+PARTS = ("wait", "train", "publish", "checkpoint")  # of a step's time
 
 
 class LearnerMetrics:
@@ -151,8 +153,8 @@ class LearnerMetrics:
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
-    """Yield a gauge for each number. The part of its name after a slash (a task, suite
-    or reward) becomes the label `name`.
+    """Yield a gauge for each number in the row. The part of its name after a slash (a
+    task, suite or reward) becomes the label `name`. without: names that get none.
     """
     by_name: dict[str, GaugeMetricFamily] = {}
     for key, value in row.items():
@@ -168,13 +170,16 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
 
 
 def _is_number(value: object) -> bool:
+    """Return whether this is a number, infinite or finite; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return not math.isnan(value)
 
 
 def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
-    """Yield the controller's metrics. totals: by server."""
+    """Yield the controller's metrics, none before its first status. totals: by
+    server.
+    """
     if not status:
         return
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
@@ -238,6 +243,7 @@ def _ticket_families(tickets: Mapping[str, Any]) -> Iterator[Metric]:
 def _filled[Family: (CounterMetricFamily, GaugeMetricFamily)](
     family: Family, rows: Iterable[tuple[list[str], float]]
 ) -> Family:
+    """Return the family with these rows added: its labels' values, and a number."""
     for labels, value in rows:
         family.add_metric(labels, value)
     return family

@@ -64,6 +64,7 @@ class WandbWriter:
     """
 
     def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
+        # None: no more rows come.
         self._rows: queue.Queue[Mapping[str, float] | None] = queue.Queue()
         self._thread = threading.Thread(
             target=self._send, args=(recipe, rundir), name="wandb", daemon=True
@@ -81,7 +82,9 @@ class WandbWriter:
         """
 
     def close(self) -> None:
-        """Wait until everything is sent, at most FINISH_LIMIT_S."""
+        """Wait until everything is sent, at most FINISH_LIMIT_S. After that, as long
+        again is left for Python to exit, which waits for wandb's process.
+        """
         self._rows.put(None)
         self._thread.join(FINISH_LIMIT_S)
         if self._thread.is_alive():
@@ -94,6 +97,9 @@ class WandbWriter:
             ending.start()
 
     def _send(self, recipe: Recipe, rundir: RunDir) -> None:
+        """Send rows until None comes, in the thread. Whatever wandb raises ends it,
+        with a warning.
+        """
         try:
             run = _start(recipe, rundir)
             while (row := self._rows.get()) is not None:
@@ -113,7 +119,9 @@ def _end_process() -> None:
 
 
 def _start(recipe: Recipe, rundir: RunDir) -> Any:
-    """Start the run of W&B, or go on with it; offline if W&B cannot be reached."""
+    """Start the run of W&B, or go on with it; offline if W&B cannot be reached. Return
+    wandb's Run.
+    """
     import wandb
 
     id_file = rundir.path / "wandb" / "run-id"

@@ -26,15 +26,16 @@ from megarl.run.health import Alarm, Health
 MOST_POINTS = 400
 CURVE_POINTS = 60
 TIME_POINTS = 120
+FEWEST_SMOOTHED = 5  # values of which a running mean is drawn; one window has as many
 
 
 def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:
-    """Draw training and held-out pass rates against `x` (step or compute_hours). Bars
-    are 95 % intervals over prompts.
+    """Draw training and held-out pass rates against the column `x` (step or
+    compute_hours). Bars are 95 % intervals over prompts.
     """
     xs, ys = series(rows, "pass_rate_train", x)
     axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
-    if len(xs) > 4:
+    if len(xs) >= FEWEST_SMOOTHED:
         axes.plot(
             *binned(xs, smooth(ys), MOST_POINTS),
             color=BLUE,
@@ -92,7 +93,7 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
         fitted = fit([curve])
     except MegarlError:  # the row has a fit, but these rows do not reproduce it
         return
-    if score != "pass_rate":  # the points so far cover all tasks together
+    if score != "pass_rate":  # the points already drawn are of all tasks together
         axes.plot(curve.hours, curve.pass_rate, ".", color=GREY, label=score)
     band = predict(fitted, np.geomspace(fitted.window[0], newest["predicted_hours"], CURVE_POINTS))
     axes.fill_between(band.hours, band.low, band.high, color=GREY, alpha=0.2, linewidth=0)
@@ -104,16 +105,19 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
 
 def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
     """Draw each task's pass rates by step, held out and in training (running mean);
-    return whether there are any.
+    return whether there was anything to draw.
     """
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
-        xs, ys = series(rows, f"pass_rate_train/{task}", "step")
-        if len(xs) > 4:
-            axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=color, alpha=0.45, linewidth=1)
-        xs, ys = series(evaluations, f"pass_rate/{task}", "step")
-        axes.plot(xs, ys, "o-", markersize=4, color=color, label=task)
-        drawn = drawn or bool(len(xs))
+        steps, rates = series(rows, f"pass_rate_train/{task}", "step")
+        if len(steps) >= FEWEST_SMOOTHED:
+            means = binned(steps, smooth(rates), MOST_POINTS)
+            axes.plot(*means, color=color, alpha=0.45, linewidth=1)
+            drawn = True
+        steps, rates = series(evaluations, f"pass_rate/{task}", "step")
+        axes.plot(steps, rates, "o-", markersize=4, color=color, label=task)
+        if len(steps):
+            drawn = True
     axes.set(xlabel="step", ylim=(0, 1.04))
     if drawn:
         axes.legend(loc="lower right", title="held out; thin: training", title_fontsize=8)
@@ -122,7 +126,7 @@ def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence
 
 def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
     """Draw metrics by step; return whether there was anything to draw. names: the
-    metrics, each with its label.
+    metrics, each with its label; log: a logarithmic axis, if any value is above 0.
     """
     drawn = False
     for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
@@ -142,8 +146,8 @@ def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = Fal
 
 
 def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
-    """Draw the seconds of a step, stacked: training, waiting, publishing,
-    checkpoints.
+    """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints;
+    return whether there was anything to draw.
     """
     parts = {
         "train": ("trains", BLUE),
@@ -189,10 +193,10 @@ def binned(xs: np.ndarray, ys: np.ndarray, limit: int) -> tuple[np.ndarray, np.n
     """Return at most `limit` points, each the mean of neighbours."""
     if len(xs) <= limit:
         return xs, ys
-    edges = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]
-    counts = np.diff(np.append(edges, len(xs)))
-    mean_x = np.add.reduceat(xs, edges) / counts
-    mean_y = np.add.reduceat(ys, edges) / counts
+    starts = np.linspace(0, len(xs), limit + 1).astype(int)[:-1]  # of groups of neighbours
+    counts = np.diff(np.append(starts, len(xs)))
+    mean_x = np.add.reduceat(xs, starts) / counts
+    mean_y = np.add.reduceat(ys, starts) / counts
     return mean_x, mean_y
 
 
@@ -209,7 +213,9 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def svg(draw: Callable[[Axes], bool | None], title: str) -> Markup:
-    """Return one picture as an inline SVG element; "" if there is nothing to draw."""
+    """Return one picture as an inline SVG element; "" if `draw` returns False, because
+    there is nothing to draw.
+    """
     with drawing((5.6, 2.9)) as (figure, (axes,)):
         axes.set_title(title)
         if draw(axes) is False:
@@ -241,7 +247,7 @@ CAUSES = {
 
 def parity(axes: Axes, rows: list[Row]) -> bool:
     """Draw the mean difference by cause; a cause whose difference is always 0 is only
-    named.
+    named. Return whether there was anything to draw or name.
     """
     different = {}
     same = []
@@ -264,11 +270,12 @@ def parity(axes: Axes, rows: list[Row]) -> bool:
 
 def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
     """Draw when each signal was off its course: a bar from its first step to its last,
-    and a mark where it was raised.
+    red if it has not ended, and a mark where it was raised. Return whether there was
+    any. steps: of the run so far.
     """
     if not history:
         return False
-    names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]
+    names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]  # the first on top
     for alarm in history:
         y = names.index(alarm.name)
         end = alarm.until or steps
@@ -283,7 +290,9 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
 
 
 def lag(axes: Axes, rows: list[Row], recipe: Recipe) -> bool:
-    """Draw the lag of trained tokens, and its limit, above which none may be."""
+    """Draw the lag of trained tokens, and its limit, above which none may be; return
+    whether there was any.
+    """
     names = {"lag_max": "largest", "lag_mean": "mean", "window": "window, batches"}
     drawn = lines(axes, rows, names)
     limit = recipe.pipeline.lag_limit
@@ -299,20 +308,20 @@ def pictures(
     recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]
 ) -> Sequence[Markup]:
     """Return all SVGs of the report, in reading order, without empty ones. timed: the
-    rows whose times are meaningful.
+    rows whose times are meaningful (run/summary.py, `steady`).
     """
     charts = [
         *_pass_rates(recipe, rows, evaluations),
         *_signals(recipe, rows, evaluations),
         *_differences(recipe, rows),
-        *_speeds(rows, timed),
+        *_speeds(timed),
         *_completions(rows),
     ]
     return [picture for picture in charts if picture]
 
 
 def _plain(rows: list[Row], title: str, names: dict[str, str], *, log: bool = False) -> Markup:
-    """Return a picture of metrics by step."""
+    """Return a picture of metrics by step, as `lines` draws them."""
     return svg(lambda axes: lines(axes, rows, names, log=log), title)
 
 
@@ -347,13 +356,17 @@ def _signals(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Iterato
 
 
 def _differences(recipe: Recipe, rows: list[Row]) -> Iterator[Markup]:
+    """Yield pictures of how far servers and learner are apart: in steps, in log-probs,
+    in choices of experts.
+    """
     yield svg(lambda axes: lag(axes, rows, recipe), "Lag of trained tokens, steps")
     title = "Servers against learner: mean |log-prob difference| by cause"
     yield svg(lambda axes: parity(axes, rows), title)
     yield _plain(rows, "Choices of experts that differ: share", {"parity_routing": ""})
 
 
-def _speeds(rows: list[Row], timed: list[Row]) -> Iterator[Markup]:
+def _speeds(timed: list[Row]) -> Iterator[Markup]:
+    """Yield pictures of speeds and of where the time goes. timed: as in `pictures`."""
     names = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
     yield _plain(timed, "Tokens a second", names)
     title = "Where the learner's step goes, seconds"

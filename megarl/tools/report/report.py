@@ -25,7 +25,7 @@ from megarl.tools.report import charts
 
 TEMPLATE = Path(__file__).with_name("report.html")
 SAMPLES = 4  # rollouts shown, of the newest groups
-MOST_CHARACTERS = 6000
+MOST_CHARACTERS = 6000  # shown of a segment of a rollout
 
 
 def main(run: Path) -> int:
@@ -90,7 +90,7 @@ def _warnings(texts: Sequence[str]) -> Markup:
     return Markup('<ul class="warnings">{}</ul>').format(items)
 
 
-STATISTICS = {
+STATISTICS = {  # by their names in parity.py: the headings
     "mean": "mean",
     "worst_mean": "largest mean",
     "p50": "p50",
@@ -116,7 +116,7 @@ def _parity(rows: Sequence[Row]) -> Markup:
     table = _row("th", heads)
     for cause, distribution in pooled.items():
         values = [summary.show(distribution[name], ".1e") for name in STATISTICS]
-        if distribution["max"] == 0:
+        if distribution["max"] == 0:  # in the first column; the others stay empty
             values = ["same bits"] + [""] * (len(STATISTICS) - 1)
         counts = [
             summary.show(distribution["share"], ".2%"),
@@ -136,6 +136,7 @@ def _parity(rows: Sequence[Row]) -> Markup:
 
 
 def _row(tag: str, cells: Sequence[str]) -> Markup:
+    """Return a row of a table. tag: of its cells, th or td."""
     cell = Markup("<{0}>{1}</{0}>")
     return Markup("<tr>{}</tr>").format(_concatenated(cell.format(tag, text) for text in cells))
 
@@ -176,11 +177,12 @@ def _right_and_wrong(groups: Sequence[Group]) -> list[tuple[Group, Rollout]]:
 
 
 def _newest_groups(reader: JournalReader) -> Sequence[Group]:
-    """Return the groups that were finished last, oldest first. Earlier files, of which
-    there may be thousands, are not read.
+    """Return the groups that were finished last, oldest first, at most 2 · SAMPLES.
+    Earlier files, of which there may be thousands, are not read.
     """
     newest: deque[Group] = deque()
     for number in reversed(reader.files()):
+        # `replay` goes on to the last file, so this has what was found before, too.
         finished = (
             record.group for record in reader.replay(number) if isinstance(record, Finished)
         )

@@ -44,7 +44,9 @@ SpanTree = Sequence[Span]  # spans that stay on one lane; the first contains the
 
 
 def nested(spans: Iterable[Span]) -> list[SpanTree]:
-    """Collect spans into units: a span, and the spans that lie within it."""
+    """Collect spans, nested or disjoint, into units: a span, and the spans that lie
+    within it.
+    """
     units: list[list[Span]] = []
     for span in sorted(spans, key=_by_start):
         if units and span.end <= units[-1][0].end:
@@ -55,7 +57,9 @@ def nested(spans: Iterable[Span]) -> list[SpanTree]:
 
 
 def _by_start(span: Span) -> tuple[float, float]:
-    """Return a sort key: a span comes before those that lie within it."""
+    """Return a sort key: by start, the longer first, so that a span comes before those
+    that lie within it.
+    """
     return span.start, -span.end
 
 
@@ -94,7 +98,7 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return, in order, the disjoint intervals that are covered by any span."""
     intervals = []
-    start: float | None = None
+    start: float | None = None  # of the present interval; None between intervals
     for time, count in changes((span.start, span.end) for span in spans):
         if start is None:
             start = time
@@ -120,7 +124,9 @@ class GroupLife(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When the group's span ends."""
+        """When the group's span ends: at the batch that trains it or, if it is removed,
+        when it was generated.
+        """
         end = self.generated_at if self.removed else self.taken_at
         return self.last_time if end is None else end
 
@@ -129,14 +135,14 @@ class GroupLife(NamedTuple):
         name = f"ticket {self.ticket}"
         is_generated = self.generated_at is not None
         generated_at = self.end if self.generated_at is None else self.generated_at
-        unfinished = self.taken_at is None and not self.removed
+        is_unfinished = self.taken_at is None and not self.removed
         parts = [
-            Span(TICKETS, name, self.start, self.end, self.args, cut=unfinished),
+            Span(TICKETS, name, self.start, self.end, self.args, cut=is_unfinished),
             Span(TICKETS, "generated", self.start, generated_at, cut=not is_generated),
         ]
         if generated_at < self.end:
             waits = "waits" if self.taken_at is None else f"waits for step {self.step}"
-            parts.append(Span(TICKETS, waits, generated_at, self.end, cut=unfinished))
+            parts.append(Span(TICKETS, waits, generated_at, self.end, cut=is_unfinished))
         return parts
 
 
@@ -148,7 +154,7 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     for span in spans:
         if span.on == TICKETS:
             by_ticket[cast(int, span.args["ticket"])].append(span)
-    batches: dict[int, SpanEvent] = {}
+    batches: dict[int, SpanEvent] = {}  # by ticket; the first one counts
     for event in events:
         tickets = event.args.get("tickets")
         for ticket in tickets if isinstance(tickets, list) else ():
@@ -161,7 +167,7 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
         step = -1
         batch = batches.get(ticket)
         if batch is not None:
-            taken_at = max(batch.at, last.end)
+            taken_at = max(batch.at, last.end)  # never before it was generated
             step = cast(int, batch.args["step"])
         lives.append(
             GroupLife(
@@ -236,11 +242,14 @@ class ChromeTrace:
         self._events.append(event | fields)
 
     def _us(self, seconds: float) -> int:
+        """Return a time in the trace's unit, microseconds since `base`."""
         return round((seconds - self._base) * 1e6)
 
 
 def _metadata(kind: str, name: str, pid: int, tid: int) -> list[JsonObject]:
-    """Return the events that name a process or thread, and set its place."""
+    """Return the events that name a process or thread, and set its place. kind: process
+    or thread; tid: 0 for a process.
+    """
     place = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
     return [
         {"name": f"{kind}_name", **place, "args": {"name": name}},
@@ -255,7 +264,9 @@ MARGIN_S = 1e-6  # arrows begin and end this far inside their spans
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:
-    """Write the trace of the last `steps` steps, and print where it is."""
+    """Write the trace of the last `steps` steps, and print where it is; return 0.
+    output: the file; None: trace.json.gz in the run directory.
+    """
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
@@ -264,9 +275,9 @@ def main(run: Path, steps: int, output: Path | None) -> int:
         data = gzip.compress(data, 6)
     try:
         if output:
-            output.write_bytes(data)
+            output.write_bytes(data)  # may be a link or a device, which stays one
         else:
-            write_atomically(path, data)  # which replaces a link
+            write_atomically(path, data)
     except OSError as error:
         raise MegarlError(
             f"{path}: cannot be written: {error.strerror}; name another file with --output"
@@ -296,7 +307,7 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     complete = [span for span in spans if _is_step(span)][-steps:]
     first_span = complete[0] if complete else spans[0]
     since = first_span.start
-    rows = _places(spans)
+    rows = _rows_by_place(spans)
     lives = group_lives(spans, events)
     drawn_lives = [life for life in lives if life.end > since]
     drawn: dict[str, list[Span]] = {}
@@ -337,7 +348,7 @@ def _draw_lags(trace: ChromeTrace, rundir: RunDir, steps: Iterable[Span]) -> Non
                 trace.counter("learner", name, span.end, {"steps": lag})
 
 
-def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
+def _rows_by_place(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Return the spans by the place where they are drawn, without those of groups; add
     spans for when each server was busy.
     """
@@ -345,7 +356,8 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
     for span in spans:
         if span.on != TICKETS:
             rows[span.on].append(span)
-    for place in [place for place in rows if place.endswith(REQUESTS)]:
+    places_of_requests = [place for place in rows if place.endswith(REQUESTS)]
+    for place in places_of_requests:
         busy = place.removesuffix(REQUESTS) + BUSY
         intervals = union(rows[place])
         rows[busy] = [Span(busy, "busy", start, end) for start, end in intervals]
@@ -378,7 +390,10 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int
 
 
 def _draw_groups(trace: ChromeTrace, groups: Sequence[GroupLife], learner: Sequence[Span]) -> None:
-    """Draw groups; if a group was taken, an arrow leads to the training of its step."""
+    """Draw groups; if a group was taken, an arrow leads to the training of its step:
+    the first that ends after it was taken, as a step may be trained again after a
+    crash. learner: its spans.
+    """
     units = [group.unit() for group in groups]
     lane_of = _draw(trace, TICKETS, units)
     training = [span for span in learner if span.name == "train"]
@@ -387,9 +402,9 @@ def _draw_groups(trace: ChromeTrace, groups: Sequence[GroupLife], learner: Seque
             continue
         for span in training:
             if span.args["step"] == group.step and span.end > group.end:
-                into = min(span.start + MARGIN_S, span.end)  # it may have begun just now
+                end_at = min(span.start + MARGIN_S, span.end)  # it may have begun just now
                 start = (lane_of[id(unit[0])], group.end - MARGIN_S)
-                trace.arrow(f"step {group.step}", start, (LEARNER, into))
+                trace.arrow(f"step {group.step}", start, (LEARNER, end_at))
                 break
 
 
@@ -426,7 +441,9 @@ def _draw_counter(
     counts: Sequence[tuple[float, int]],
     since: float,
 ) -> None:
-    """Draw a counter's value at `since`, and each later change."""
+    """Draw a counter's value at `since`, and each later change. counts: (time, count
+    from then on), in order.
+    """
     earlier = [count for time, count in counts if time <= since]
     trace.counter(process, name, since, {unit: earlier[-1] if earlier else 0})
     for time, count in counts:
@@ -467,12 +484,14 @@ class _TracedRole:
 
 
 def _role(rows: Iterable[TraceRow]) -> _TracedRole:
-    """Collect a role's spans and events. A new life cuts those still open."""
+    """Collect a role's spans and events. A new life cuts spans that the one before it
+    left open.
+    """
     role = _TracedRole()
     life = None
     for row in rows:
         match row:
-            case Life():
+            case Life():  # the first row of each part; parts of one life have the same
                 if row != life:
                     role.spans += _cut(role.open.values(), role.last_time)
                     role.open.clear()

@@ -13,6 +13,7 @@ import yaml
 
 from checkpoints_tools import card
 from checkpoints_tools.__main__ import main
+from checkpoints_tools.verify import compare
 from megarl.cli import main as megarl
 from megarl.core.base.rundir import RunDir, append_jsonl, step_folder
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
@@ -79,6 +80,13 @@ def test_export_takes_the_newest_checkpoint_of_a_run_or_the_one_named(
     assert megarl(["export", str(run.path), str(tmp_path / "third"), "--step", "3"]) == 2
     assert "has no checkpoint of step 3; it has 2, 4" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
+
+
+def test_tensors_that_are_not_contiguous_are_compared() -> None:
+    tensor = torch.arange(6.0).view(2, 3).T
+    assert list(compare({"w": tensor}, {"w": tensor.clone()})) == []
+    (line,) = compare({"w": tensor}, {"w": tensor + tensor.eq(4)})
+    assert line == "w: 1 of 6 values differ, by 1"
 
 
 def test_verify_names_what_differs(

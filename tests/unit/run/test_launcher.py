@@ -373,12 +373,12 @@ def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(
         ):
             assert time.monotonic() < limit
             time.sleep(0.01)
-        assert process.still() is None
+        assert process.why_stuck() is None
         children[0].suspend()
         while children[0].status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < limit
             time.sleep(0.01)
-        assert process.still() == seen
+        assert process.why_stuck() == seen
     finally:
         for child_process in children:
             child_process.kill()
@@ -389,13 +389,13 @@ def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(
 def test_stopped_process_is_seen(tmp_path: Path) -> None:
     process = start(SLEEP, tmp_path)
     try:
-        assert process.still() is None
+        assert process.why_stuck() is None
         os.kill(process.pid, signal.SIGSTOP)
         limit = time.monotonic() + 60
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < limit
             time.sleep(0.01)
-        assert process.still() == "stopped"
+        assert process.why_stuck() == "stopped"
     finally:
         process.kill()
         process.wait_gone()

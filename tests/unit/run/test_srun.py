@@ -296,7 +296,7 @@ def test_an_srun_that_ends_alone_may_have_left_its_step_behind(
 ) -> None:
     both = ['{"node": "n1"}', '{"node": "n2"}']
     deserted = [step(both, "os.kill(os.getpid(), 9)"), step(["slurmd died"], "sys.exit(232)")]
-    assert [(s.status(), s.still()) for s in deserted] == [(None, None)] * 2
+    assert [(s.status(), s.why_stuck()) for s in deserted] == [(None, None)] * 2
     monkeypatch.setattr(srun, "DESERTED_S", 0.0)
     assert [s.status() for s in deserted] == [-9, 232]
 
@@ -328,10 +328,10 @@ def test_a_task_of_an_array_looks_at_its_own_nodes(
 def test_a_step_that_does_not_move_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = step(['{"node": "n1", "stopped": true}'])
     end = time.monotonic() + 60
-    while stopped.still() is None:
+    while stopped.why_stuck() is None:
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert (stopped.status(), stopped.answered, stopped.still()) == (None, False, "stopped")
+    assert (stopped.status(), stopped.answered, stopped.why_stuck()) == (None, False, "stopped")
     monkeypatch.setattr(srun, "DESERTED_S", 0.0)
     stopped.kill()
     stopped.wait_gone()

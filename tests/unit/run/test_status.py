@@ -163,6 +163,7 @@ def test_of_a_finished_run(
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
     rundir.summary.write_text(json.dumps(values))
     (rundir.checkpoints / "step-0000041").mkdir()
+    (rundir.checkpoints / "step-0000041" / META).write_text("{}")
     shutil.move(rundir.path, rundir.path.parent / "a b")
     monkeypatch.chdir(rundir.path.parent)
     assert main(["status", "a b"]) == 0
@@ -175,6 +176,19 @@ def test_of_a_finished_run(
         f"megarl train 'a b/recipe.yaml' run.resume=auto run.steps={2 * recipe.run.steps} ",
     ):
         assert command in shown
+
+
+def test_no_export_is_shown_of_a_checkpoint_that_was_put_aside(
+    recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = write_run(3)
+    values = summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "it is damaged"}
+    rundir.summary.write_text(json.dumps(values))
+    (rundir.checkpoints / "step-0000003.unreadable").mkdir()
+    assert main(["status", str(rundir.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "failed: it is damaged" in shown
+    assert "megarl export" not in shown
 
 
 def test_a_stopped_run_shows_what_goes_on_with_it_and_its_only_score_once(

@@ -44,13 +44,17 @@ def with_advantages(
     for s in sequences:  # a rollout may have several sequences
         penalties[s.ticket, s.sample] += float(np.sum(s.kl_penalty))
     centred = [centred_returns(group, settings.centring, penalties) for group in groups]
-    moments = moments.updated(np.concatenate([np.zeros(0), *centred]))
+    nothing = np.zeros(0)  # for a batch without groups
+    moments = moments.updated(np.concatenate([nothing, *centred]))
     advantages = _by_turn(groups, divided(centred, settings.advantage, moments))
     weight = recipe.teacher.weight
     return [replace(s, advantage=_advantage(s, advantages, weight)) for s in sequences], moments
 
 
 def _by_turn(groups: Sequence[Group], advantages: Sequence[np.ndarray]) -> TurnAdvantages:
+    """Return the advantages by turn. advantages: each group's [turns], in the order of
+    `turns_of`.
+    """
     by_turn: dict[tuple[int, int, int], float] = {}
     for group, values in zip(groups, advantages, strict=True):
         for turn, value in zip(turns_of(group), values, strict=True):

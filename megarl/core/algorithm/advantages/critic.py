@@ -106,7 +106,7 @@ def _rewards(sequence: TrainSequence) -> np.ndarray:
     """Return the rewards [trained tokens] float64: the rollout's with the last token,
     less each token's KL penalty.
     """
-    rewards = 0.0 - sequence.of_trained(sequence.kl_penalty)
+    rewards = 0.0 - sequence.of_trained(sequence.kl_penalty)  # without penalty 0.0, not -0.0
     rewards[-1] += sequence.reward
     return rewards
 

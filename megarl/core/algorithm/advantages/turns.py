@@ -68,8 +68,8 @@ def centred_returns(group: Group, centring: Centring, penalties: Penalties) -> n
         same_turn = numbers == number
         if np.count_nonzero(same_turn) > 1:
             result[same_turn] = centred(returns[same_turn], unpenalised[same_turn], centring)
-        elif np.ptp(group.rewards):
+        elif np.ptp(group.rewards):  # a turn that no other rollout has
             result[same_turn] = returns[same_turn] - rewards.mean()
-        else:
+        else:  # the same, with equal rewards: exactly the credit is left
             result[same_turn] = credits[same_turn]
     return result

@@ -16,7 +16,7 @@ from megarl.core.recipe import Loss
 
 
 def cispo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return losses [n] and metrics [n]."""
+    """Return the losses [n] above and, per token [n], whether its ratio was capped."""
     ratio = tokens.log_ratio.exp()
     losses = -ratio.clamp(max=settings.cap) * tokens.advantage * tokens.logp
     return losses, {"capped_share": (ratio >= settings.cap).float()}

@@ -17,8 +17,8 @@ from megarl.core.recipe import Loss
 
 
 def clip(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return losses [n] and metrics [n]."""
-    # Tokens with advantage >= 0 are clipped above, and must not leave NaN.
+    """Return the losses [n] above and, per token [n], whether it was clipped."""
+    # With advantage >= 0 a ratio is clipped above; an infinite one would leave NaN.
     tokens = with_finite_ratios(tokens, tokens.advantage >= 0)
     ratio = (tokens.logp - tokens.behaviour).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)

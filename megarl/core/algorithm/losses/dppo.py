@@ -29,7 +29,7 @@ from megarl.core.recipe import Loss
 
 
 def dppo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return losses [n] and metrics [n]."""
+    """Return the losses [n] above, and the divergence and mask of each token [n]."""
     mu = tokens.behaviour
     logp = tokens.logp.detach()
     log_ratio = tokens.log_ratio

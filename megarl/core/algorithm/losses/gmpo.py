@@ -21,7 +21,9 @@ from megarl.core.recipe import Loss
 
 
 def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return losses [n] and metrics [n]. COLLECTIVE, as `sequence_mean` is."""
+    """Return the losses [n] above, and per token [n] whether it was clipped and its
+    sequence's ratio. COLLECTIVE, as `sequence_mean` is.
+    """
     log_ratio = tokens.logp - tokens.behaviour
     above = log_ratio > settings.clip_high
     below = log_ratio < -settings.clip_low
@@ -29,5 +31,6 @@ def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     bounds = log_ratio.detach().clamp(-settings.clip_low, settings.clip_high)
     bounded = torch.where(clipped, bounds, log_ratio)
     sequence_ratio = tokens.sequence_mean(bounded.detach()).exp()
-    losses = -sequence_ratio * (bounded - bounded.detach()).exp() * tokens.advantage
+    factor = (bounded - bounded.detach()).exp()  # 1; it only carries the gradient
+    losses = -sequence_ratio * factor * tokens.advantage
     return losses, {"clipped_share": clipped.float(), "sequence_ratio_max": sequence_ratio}

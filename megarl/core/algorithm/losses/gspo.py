@@ -20,8 +20,11 @@ from megarl.core.recipe import Loss
 
 
 def gspo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return losses [n] and metrics [n]. COLLECTIVE, as `sequence_mean` is."""
+    """Return the losses [n] above, and per token [n] whether it was clipped and its
+    sequence's ratio. COLLECTIVE, as `sequence_mean` is.
+    """
     sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
+    # equal in value, with the gradient of the token's own log-prob
     ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
     return losses, {"clipped_share": clipped, "sequence_ratio_max": sequence_ratio}

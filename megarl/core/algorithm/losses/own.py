@@ -73,6 +73,7 @@ def _mistake_in_losses(losses: object, tokens: Tokens) -> str:
 
 
 def _mistake_in_metrics(metrics: dict[str, object], tokens: Tokens) -> str:
+    """Return the first fault of a result's metrics for these tokens; empty if none."""
     shape = tokens.logp.shape
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != shape or values.requires_grad:
@@ -83,4 +84,7 @@ def _mistake_in_metrics(metrics: dict[str, object], tokens: Tokens) -> str:
 
 
 def _refused(kind: str, reason: str) -> MegarlError:
+    """Return the error of a loss that cannot be used. reason: the rest of a sentence
+    that begins with the loss's name.
+    """
     return MegarlError(f"loss.kind: {kind} {reason}; see docs/how-to/add-a-loss.md")

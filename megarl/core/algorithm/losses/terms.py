@@ -120,7 +120,9 @@ times 0 is NaN; e^80 is finite.
 
 
 def with_finite_ratios(tokens: Tokens, mask: Tensor | bool) -> Tokens:
-    """Return the tokens with log rho of at most LARGEST where `mask` [n] is true."""
+    """Return the tokens with log rho of at most LARGEST where `mask` [n] is true: their
+    `behaviour` is raised, so that the gradient through `logp` stays.
+    """
     bounded = torch.maximum(tokens.behaviour, tokens.logp.detach() - LARGEST)
     mask = torch.as_tensor(mask, device=bounded.device)
     return replace(tokens, behaviour=torch.where(mask, bounded, tokens.behaviour))
@@ -220,7 +222,9 @@ VALUE_METRICS = ("value_clipped_share",)
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
+    """Return the critic's loss [n] and metrics [n]. values: [n] with gradient; old:
+    those before the step; clip: how far a value may move from its old one.
+    """
     free = (values - returns).square()
     near_old = torch.clamp(values, old - clip, old + clip)
     bounded = (near_old - returns).square()

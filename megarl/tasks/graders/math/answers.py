@@ -46,7 +46,7 @@ VECTORS = frozenset({Bracket.ROUND, Bracket.SQUARE, Bracket.ANGLE})
 
 @dataclass(frozen=True)
 class NamedAnswer:
-    """An answer with the name that it has; None if it has none."""
+    """An answer's value, and the name that the answer gives it, if any."""
 
     name: str | None
     value: MathAnswer
@@ -68,8 +68,8 @@ def normal(answer: MathAnswer) -> MathAnswer:
 
 
 def _two_values(answer: MathAnswer) -> list[MathAnswer]:
-    """Return both values of an answer with one ±; the answer itself without one. Of
-    several signs ± and ∓ one of each belong together.
+    """Return both values of an answer with one ±, or with one ± and one ∓, whose upper
+    signs belong together; else the answer itself.
     """
     signs: list[str] = []
     for formula in formulas_in(answer):
@@ -84,20 +84,26 @@ def _two_values(answer: MathAnswer) -> list[MathAnswer]:
 
 
 def _as_solutions(items: list[MathAnswer], joint: Joint) -> list[MathAnswer]:
-    """Return `x=1, y=2 or x=2, y=1` as two solutions; other items as they are."""
+    """Return `x=1, y=2 or x=2, y=1` as two solutions, each a list; other items as they
+    are.
+    """
     item_names = [named(item).name for item in items]
     if joint is not Joint.OR or None in item_names:
         return items
-    length = len(set(item_names))
-    if length < 2 or len(items) == length:
+    unknowns = len(set(item_names))
+    if unknowns < 2 or len(items) == unknowns:
         return items
-    if item_names != item_names[:length] * (len(items) // length):
+    names_repeat = item_names == item_names[:unknowns] * (len(items) // unknowns)
+    if not names_repeat:
         return items
-    return [Listing(tuple(items[n : n + length])) for n in range(0, len(items), length)]
+    starts = range(0, len(items), unknowns)
+    return [Listing(tuple(items[start : start + unknowns])) for start in starts]
 
 
 def _with_names(items: list[MathAnswer]) -> list[MathAnswer]:
-    """Return items in which values behind a single named value have its name too."""
+    """Return items in which values behind a single named value have its name too: `x =
+    3, 5`. Items with several names, or with words, stay as they are.
+    """
     first = items[0] if items else None
     if not isinstance(first, Relation) or first.signs != ("=",):
         return items
@@ -108,7 +114,9 @@ def _with_names(items: list[MathAnswer]) -> list[MathAnswer]:
 
 
 def mapped(answer: Any, change: Callable[[Formula], Formula]) -> Any:
-    """Return the answer with all its formulas changed."""
+    """Return the answer with all its formulas changed. It may be a formula, an answer,
+    a part of one, or a tuple of those.
+    """
     if isinstance(answer, Number | Symbol | Apply):
         return change(answer)
     if isinstance(answer, tuple):
@@ -132,8 +140,9 @@ def formulas_in(answer: Any) -> Iterator[Formula]:
 
 
 def named(answer: MathAnswer) -> NamedAnswer:
-    """Return an answer's value with its name: x and 5 for `x = 5`; of a computation its
-    result.
+    """Return an answer's value with its name: x and 5 for `x = 5` or `x = 2 + 3 = 5`.
+    Of a computation, `2 + 3 = 5`, it is the result, without a name; other answers are
+    values themselves.
     """
     if isinstance(answer, Listing) and answer.bracket is Bracket.NONE and answer.items:
         return _named_listing(answer)
@@ -156,7 +165,9 @@ def named(answer: MathAnswer) -> NamedAnswer:
 
 
 def _named_listing(answer: Listing) -> NamedAnswer:
-    """Return the values of a list under the one name that all of them have."""
+    """Return the values of a list under the one name that all of them have; the list
+    itself without a name if they have several or none.
+    """
     items = [named(item) for item in answer.items]
     name = items[0].name
     if name is None or any(item.name != name for item in items):
@@ -165,12 +176,14 @@ def _named_listing(answer: Listing) -> NamedAnswer:
 
 
 def name_of(side: MathAnswer) -> str | None:
-    """Return the name that a side is: a variable, a function of something, a tuple of
-    variables.
+    """Return the name that a side is: a variable, `f(x)`, a tuple of names, or what
+    questions ask for, such as m + n. None if it is something else.
     """
     if isinstance(side, Listing) and side.bracket is Bracket.ROUND:
         names = [name_of(item) for item in side.items]
-        return None if None in names else f"({','.join(map(str, names))})"
+        if None in names:
+            return None
+        return f"({','.join(map(str, names))})"
     if not isinstance(side, Expression) or side.unit:
         return None
     formula = side.formula
@@ -208,8 +221,8 @@ def names_a_value(answer: NamedAnswer) -> bool:
 
 
 def stands_for(answer: NamedAnswer) -> bool:
-    """Return whether a name is just one for the value: of a tuple the names are in
-    order.
+    """Return whether the named value alone says the same. That of a tuple of names does
+    if they are in alphabetic order: `(x, y) = (1, 2)` is (1, 2).
     """
     name = answer.name or ""
     if not name.startswith("("):
@@ -219,7 +232,9 @@ def stands_for(answer: NamedAnswer) -> bool:
 
 
 def assignments(answer: MathAnswer) -> dict[str, MathAnswer] | None:
-    """Return the values of several names; None if the answer is something else."""
+    """Return the values of several names, `x = 1, y = 2`, by name; None if a name
+    occurs twice, or the answer is something else.
+    """
     if isinstance(answer, Relation) and set(answer.signs) == {"="}:
         return _assigned_in_chain(answer)
     if not isinstance(answer, Listing) or answer.bracket is not Bracket.NONE:
@@ -240,7 +255,7 @@ def assignments(answer: MathAnswer) -> dict[str, MathAnswer] | None:
 
 
 def _assigned_in_chain(relation: Relation) -> dict[str, MathAnswer] | None:
-    """Return the values of `(x, y) = (1, 2)`, or of `x = y = 1`."""
+    """Return the values of `(x, y) = (1, 2)` or `x = y = 1`; None for others."""
     *names, value = relation.sides
     if len(names) > 1:
         if not all(map(name_of, names)):
@@ -258,6 +273,9 @@ def _is_tuple(answer: MathAnswer) -> TypeGuard[Listing]:
 def _paired(
     names: Sequence[MathAnswer], values: Sequence[MathAnswer]
 ) -> dict[str, MathAnswer] | None:
+    """Return name ─► value; None unless there are as many of both, and the names are
+    names, each another one.
+    """
     words = [name_of(name) for name in names]
     if len(words) != len(values) or len(set(words)) != len(words):
         return None
@@ -275,7 +293,7 @@ def ascending(relation: Relation) -> Relation:
 
 
 def difference_of(sides: Sequence[MathAnswer]) -> Formula | None:
-    """Return the difference of two sides, if they are formulas without units."""
+    """Return the difference of two sides; None if one has a unit or is no formula."""
     first, second = sides
     if not isinstance(first, Expression) or not isinstance(second, Expression):
         return None
@@ -285,7 +303,9 @@ def difference_of(sides: Sequence[MathAnswer]) -> Formula | None:
 
 
 def entries_of(answer: MathAnswer) -> tuple[Formula, ...] | None:
-    """Return the entries of a vector: a tuple, or a matrix of one row or column."""
+    """Return the entries of a vector: a tuple of two formulas or more, or a matrix of
+    one row or column. None for other answers.
+    """
     if isinstance(answer, Matrix):
         if len(answer.rows[0]) == 1:
             return tuple(row[0] for row in answer.rows)
@@ -301,7 +321,9 @@ def entries_of(answer: MathAnswer) -> tuple[Formula, ...] | None:
 
 
 def as_interval(answer: MathAnswer) -> RealInterval | None:
-    """Return an interval, or a pair that may be one."""
+    """Return an interval, or a pair in round or square brackets as one; None for other
+    answers.
+    """
     if isinstance(answer, RealInterval):
         return answer
     if not isinstance(answer, Listing) or len(answer.items) != 2:
@@ -321,7 +343,9 @@ def memberships(items: Sequence[MathAnswer]) -> list[MathAnswer]:
 
 
 def parameter_of(items: Sequence[MathAnswer]) -> str | None:
-    """Return the letter of the only membership among several items."""
+    """Return the letter of the only membership among several items: k in `x = 2k, k
+    \\in \\mathbb{Z}`. None if there is none, or more than one.
+    """
     names = []
     for item in items:
         if not isinstance(item, Relation) or item.signs != ("in",):
@@ -351,7 +375,7 @@ def with_one_name(builder: Builder) -> Builder:
 
 
 def letter_of(answer: MathAnswer) -> str:
-    """Return the letter of a choice; "" for other answers."""
+    """Return the letter of a labelled choice, or a letter alone; "" for others."""
     if isinstance(answer, Labelled):
         return answer.letter
     if isinstance(answer, Expression) and isinstance(answer.formula, Symbol) and not answer.unit:
@@ -361,7 +385,9 @@ def letter_of(answer: MathAnswer) -> str:
 
 
 def value_of_choice(answer: MathAnswer) -> MathAnswer | None:
-    """Return the value of a choice; of other answers the answer itself."""
+    """Return the value of a labelled choice, None if only its letter is written; of
+    other answers the answer itself.
+    """
     return answer.value if isinstance(answer, Labelled) else answer
 
 
@@ -377,14 +403,14 @@ def is_approximate(answer: MathAnswer) -> bool:
 
 
 def sides_of_approximation(answer: MathAnswer, with_rounding: bool) -> list[MathAnswer]:
-    """Return what a chain with ≈ says: its exact part and, if asked for, its
-    rounding.
+    """Return what a chain with ≈ says: what stands before the sign and, if asked for,
+    its rounding. `x ≈ 3.1` is taken for `x = 3.1`; an answer without ≈ says itself.
     """
     if not isinstance(answer, Relation) or not is_approximate(answer):
         return [answer]
     place = answer.signs.index("~")
     exact: MathAnswer = answer.sides[0]
-    if place:
+    if place > 0:  # other signs before it: `x = π ≈ 3.1`
         exact = Relation(answer.sides[: place + 1], answer.signs[:place])
     rounded = answer.sides[place + 1]
     if isinstance(exact, Expression) and name_of(exact) and not is_constant(exact.formula):
@@ -408,7 +434,9 @@ def is_decimal(answer: MathAnswer) -> bool:
 
 
 def is_conversion(exact: Expression, converted: MathAnswer) -> bool:
-    """Return whether a quantity is given in a second unit: 12 m ≈ 39 feet."""
+    """Return whether a quantity is given in a second unit, percent aside: 12 m ≈ 39
+    feet.
+    """
     if not isinstance(converted, Expression) or "percent" in (exact.unit, converted.unit):
         return False
     return bool(exact.unit and converted.unit) and exact.unit != converted.unit
@@ -424,12 +452,14 @@ def is_decimal_formula(formula: Formula) -> bool:
 
 
 def has_finite_decimals(value: Fraction) -> bool:
-    """Return whether a number has finitely many decimals."""
-    factor = value.denominator
+    """Return whether a number has finitely many decimals: whether its denominator is a
+    product of twos and fives.
+    """
+    remaining = value.denominator
     for prime in (2, 5):
-        while factor % prime == 0:
-            factor //= prime
-    return factor == 1
+        while remaining % prime == 0:
+            remaining //= prime
+    return remaining == 1
 
 
 def relations_in(answer: Any) -> Iterator[Relation]:
@@ -447,8 +477,8 @@ def relations_in(answer: Any) -> Iterator[Relation]:
 
 
 def is_solved(answer: MathAnswer) -> bool:
-    """Return whether each inequality has a letter alone between numbers: not 2x + 1 >
-    7.
+    """Return whether the sides of each inequality are letters, absolute values of those
+    or numbers: not 2x + 1 > 7.
     """
     for relation in relations_in(answer):
         is_inequality = set(relation.signs) & (ORDERS | {"!="})
@@ -458,6 +488,7 @@ def is_solved(answer: MathAnswer) -> bool:
 
 
 def _is_bare_side(side: MathAnswer) -> bool:
+    """Return whether a side is a letter, its absolute value, or a number."""
     if not isinstance(side, Expression):
         return False
     formula = side.formula
@@ -468,12 +499,10 @@ def _is_bare_side(side: MathAnswer) -> bool:
 
 def is_value_of_letter(sides: Sequence[MathAnswer]) -> bool:
     """Return whether this is `x = 5`: a letter alone, and a number."""
-    for letter, value in (sides, tuple(reversed(sides))):
-        if (
-            name_of(letter)
-            and isinstance(letter, Expression)
-            and isinstance(letter.formula, Symbol)
-        ):
+    first, second = sides
+    for side, value in ((first, second), (second, first)):
+        is_symbol = isinstance(side, Expression) and isinstance(side.formula, Symbol)
+        if is_symbol and name_of(side):  # no constant such as π
             return is_constant_side(value)
     return False
 

@@ -153,6 +153,9 @@ def last_list(text: str, spans: list[Excerpt], may_touch: bool) -> list[Excerpt]
 
 
 def _with_name(text: str, span: Excerpt) -> str:
+    """Return a box's content, behind the name that stands before the box, if one does:
+    of `x = \\boxed{5}` it is `x = 5`.
+    """
     prefix = text[max(0, span.start - 40) : span.start]
     name = NAME_BEFORE.search(prefix)
     if name is None or "=" in span.text:
@@ -161,7 +164,9 @@ def _with_name(text: str, span: Excerpt) -> str:
 
 
 def _boxes(text: str) -> BoxedParts:
-    """Find the boxes in one pass."""
+    """Find the outermost boxes in one pass over braces and boxes. A box without braces,
+    `\\boxed 5`, has the next word, and a box in another one is part of its content.
+    """
     spans: list[Excerpt] = []
     braces: list[_OpenBox | None] = []  # None: a brace that opens no box
     open_boxes = 0
@@ -175,7 +180,7 @@ def _boxes(text: str) -> BoxedParts:
                 if not open_boxes:
                     content = text[box.content_start : match.start()]
                     spans.append(Excerpt(content, box.start, match.end()))
-        elif match[0].endswith("{") and len(match[0]) > 2:
+        elif match[0].endswith("{") and len(match[0]) > 2:  # a box, and no `\{`
             braces.append(_OpenBox(match.start(), match.end()))
             open_boxes += 1
         elif match[1] and not open_boxes:
@@ -189,7 +194,7 @@ def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
     """
     if len(spans) == len(listed) or len({span.text for span in spans}) == 1:
         return False
-    preceding = spans[-len(listed) - 1]
+    preceding = spans[-len(listed) - 1]  # the last box before the list
     between = text[preceding.end : listed[0].start]
     return len(between) <= LONGEST_BETWEEN and OFFERED.search(between) is not None
 
@@ -213,10 +218,11 @@ def _is_denied(text: str, listed: list[Excerpt]) -> bool:
 
 
 def _with_formula(text: str, span: Excerpt) -> str | None:
-    """Return the box's content, or the formula that it is a part of; None if digits
-    touch it.
+    """Return the box's content, or the formula that it is a part of, in dollars or in
+    its line. None if digits touch it, or a word such as `million` follows the dollars.
     """
-    offset = max(0, span.start - WIDEST, text.rfind("\n\n", 0, span.start))
+    paragraph_start = text.rfind("\n\n", 0, span.start)
+    offset = max(0, span.start - WIDEST, paragraph_start)
     nearby = text[offset : span.end + WIDEST]
     box_start = span.start - offset
     box_end = span.end - offset
@@ -225,9 +231,10 @@ def _with_formula(text: str, span: Excerpt) -> str | None:
             continue
         if re.match(rf"\s*{SCALE}", nearby[match.end() :]):
             return None
-        number = next(n for n, group in enumerate(match.groups(), 1) if group is not None)
-        prefix = nearby[match.start(number) : box_start]
-        return _in_formula(prefix, span, nearby[box_end : match.end(number)])
+        # The one group of DOLLARS that matched has what stands between the marks.
+        group = next(n for n, content in enumerate(match.groups(), 1) if content is not None)
+        prefix = nearby[match.start(group) : box_start]
+        return _in_formula(prefix, span, nearby[box_end : match.end(group)])
     run_before = text[max(0, span.start - LONGEST_RUN) : span.start]
     run_after = text[span.end : span.end + LONGEST_RUN]
     prefix = run_before.rpartition("\n")[2]
@@ -236,10 +243,13 @@ def _with_formula(text: str, span: Excerpt) -> str | None:
 
 
 def _in_formula(prefix: str, span: Excerpt, suffix: str) -> str | None:
-    """Return the box with what belongs to it of the formula around it."""
+    """Return the box with what belongs to it of the formula around it: nothing behind =
+    or before a full stop. None if digits touch it. prefix, suffix: what stands between
+    the dollars before and behind the box.
+    """
     prefix = SEPARATOR.split(SPACING.sub(" ", prefix))[-1].strip()
     suffix = SPACING.sub(" ", suffix)
-    while opening := OPENING.search(prefix):
+    while opening := OPENING.search(prefix):  # braces that only set the box's type
         prefix = prefix[: opening.start()].rstrip()
         suffix = CLOSING_BRACE.sub("", suffix)
     stop = END_OF_FORMULA.search(suffix)
@@ -253,18 +263,22 @@ def _in_formula(prefix: str, span: Excerpt, suffix: str) -> str | None:
 
 
 def _in_line(prefix: str, span: Excerpt, suffix: str) -> str | None:
-    """Return the box with what belongs to it of a line without dollars."""
+    """Return the box with what belongs to it of a line without dollars: operators and
+    what they join to it. None if digits touch it. prefix, suffix: the line before and
+    behind the box.
+    """
     prefix = SPACING.sub(" ", prefix)
     suffix = END_OF_TEXT.sub("", SPACING.sub(" ", suffix))
     if BULLET_ALONE.fullmatch(prefix):
         prefix = ""
-    while opening := OPENING.search(prefix):
+    while opening := OPENING.search(prefix):  # braces that only set the box's type
         prefix = prefix[: opening.start()]
         suffix = CLOSING_BRACE.sub("", suffix)
     prefix = ARROW.sub("", prefix)
     plain_prefix = EMPHASIS.sub("", prefix)
     if plain_prefix != prefix:
         suffix = CLOSING_EMPHASIS.sub("", suffix)
+    # Behind a word, as in "the answer is \boxed{5}!", the sign ends a sentence.
     is_factorial = suffix.startswith("!") and EXCLAMATION.search(plain_prefix) is None
     has_prefix = LEFT_OF_LINE.search(plain_prefix) is not None
     if not (has_prefix or is_factorial or RIGHT_OF_LINE.match(suffix)):
@@ -274,7 +288,9 @@ def _in_line(prefix: str, span: Excerpt, suffix: str) -> str | None:
 
 
 def _combined(prefix: str, span: Excerpt, suffix: str) -> str | None:
-    """Return a formula with the content of its box; None if digits of both touch."""
+    """Return a formula with the content of its box, in brackets unless it is one number
+    or letter; None if digits of both touch.
+    """
     if re.search(r"[\d.]$", prefix) or re.match(r"\.?\d", suffix):
         return None
     content = span.text

@@ -134,7 +134,9 @@ class Comparison:
         return self._same_named(gold, answer) or self._same_kind(gold, answer)
 
     def _is_consistent(self, answer: MathAnswer) -> bool:
-        """Return whether the numbers of a chain are equal: not of 6 = 5."""
+        """Return whether the numbers in a chain of equations are equal, as those in `x
+        = 6 = 5` are not. Numbers of several units are not compared.
+        """
         if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
             return True
         constants = [side for side in answer.sides if is_constant_side(side)]
@@ -203,7 +205,9 @@ class Comparison:
         return self._rounds(exact, rounded)
 
     def _rounds(self, exact: Expression, rounded: MathAnswer) -> bool:
-        """Return whether a decimal is what an exact number rounds to."""
+        """Return whether a decimal is what an exact number rounds to, at the decimals
+        with which it is written: 2.50 has two.
+        """
         if not isinstance(rounded, Expression):
             return False
         if exact.unit and rounded.unit and exact.unit != rounded.unit:
@@ -227,20 +231,23 @@ class Comparison:
         return bool(abs(as_real(value) - as_real(decimal)) <= half_a_digit)
 
     def _same_named(self, gold: MathAnswer, answer: MathAnswer) -> bool:
-        """Compare answers of which at least one has a name, `x = 5`."""
+        """Compare the values of answers of which at least one has a name, `x = 5`, or
+        is a computation, `2 + 3 = 5`. False if neither is one, if the names differ, or
+        if a value without its name would say something else.
+        """
         named_gold = named(gold)
         named_answer = named(answer)
         if named_gold.value is gold and named_answer.value is answer:
             return False
         if named_gold.name and named_answer.name:
-            may_be_same = named_gold.name == named_answer.name
+            names_allow = named_gold.name == named_answer.name
         elif named_gold.name:
-            may_be_same = names_a_value(named_gold)
+            names_allow = names_a_value(named_gold)
         elif named_answer.name:
-            may_be_same = stands_for(named_answer)
+            names_allow = stands_for(named_answer)
         else:
-            may_be_same = True
-        if not may_be_same:
+            names_allow = True
+        if not names_allow:
             return False
         return self._same_kind(normal(named_gold.value), normal(named_answer.value))
 
@@ -270,7 +277,7 @@ class Comparison:
         if not isinstance(gold, Expression) or not isinstance(answer, Expression):
             return None
         if is_constant(gold.formula) and symbols(answer.formula) - symbols(gold.formula):
-            return False
+            return False  # a number was asked for, not `5 + 0x`
         for share, number in ((gold, answer), (answer, gold)):
             if share.unit == "percent" and not number.unit:
                 return self._same_percentages(share.formula, number.formula)
@@ -279,8 +286,8 @@ class Comparison:
         )
 
     def _same_percentages(self, share: Formula, number: Formula) -> bool:
-        """Compare a percentage with a number: one below 1 is a fraction of the whole,
-        others are percent.
+        """Compare a percentage, `share` without its sign, with a number: a number below
+        1 is a fraction of the whole, others are percent.
         """
         try:
             value = self._equality.constant(number)
@@ -294,7 +301,8 @@ class Comparison:
     def _same_listings(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         """Compare lists; None unless both answers are lists. Sets and items without
         brackets may have any order, tuples and vectors not. A pair in square brackets
-        is an interval, which equals none in other brackets.
+        is an interval, which equals none in other brackets. A vector equals a list in
+        other brackets only as coordinates: (1, 2) and `x = 1, y = 2`.
         """
         if not isinstance(gold, Listing) or not isinstance(answer, Listing):
             return None
@@ -320,7 +328,7 @@ class Comparison:
         if ELLIPSIS in gold_items or ELLIPSIS in answer_items:
             return self._same_in_order(gold_items, answer_items)
         joints = {gold.joint, answer.joint}
-        if Joint.OR in joints and Joint.AND in joints and has_inequality(gold_items):
+        if joints == {Joint.OR, Joint.AND} and has_inequality(gold_items):
             return False
         if gold.joint is not answer.joint and has_inequality(gold_items):
             by_sets = self._same_real_sets(gold, answer)
@@ -358,7 +366,9 @@ class Comparison:
         return gold_is_named is is_named and self.same(gold, answer)
 
     def _distinct(self, items: Sequence[MathAnswer]) -> Sequence[MathAnswer]:
-        """Return the items without repetitions; real constants by size."""
+        """Return the items without repetitions; real constants by size, so that only
+        neighbours have to be compared.
+        """
         ordered = self._in_order_of_value(items)
         if ordered is not None:
             distinct = ordered[:1]
@@ -388,7 +398,7 @@ class Comparison:
                 return None
             if isinstance(value, Complex):
                 return None
-            sized.append((value, number))
+            sized.append((value, number))  # the number orders equal values
         return [items[number] for _, number in sorted(sized)]
 
     def _same_multiset[T](
@@ -431,6 +441,7 @@ class Comparison:
         return all(map(self._equality.same, gold_entries, entries))
 
     def _same_matrices(self, gold: Matrix, answer: Matrix) -> bool:
+        """Compare matrices: their sizes, then entry by entry."""
         if len(gold.rows) != len(answer.rows):
             return False
         if len(gold.rows[0]) != len(answer.rows[0]):
@@ -441,7 +452,9 @@ class Comparison:
         return True
 
     def _same_by_unit_vectors(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
-        """Compare `2\\mathbf{i} + 3\\mathbf{j}` with a vector."""
+        """Compare `2\\mathbf{i} + 3\\mathbf{j}` with a vector. None unless one answer
+        is a vector of up to three entries and the other has unit vectors.
+        """
         for vector, sum_of_units in ((gold, answer), (answer, gold)):
             entries = entries_of(vector)
             if entries is None or not isinstance(sum_of_units, Expression) or len(entries) > 3:
@@ -454,8 +467,8 @@ class Comparison:
         return None
 
     def _same_assignments(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
-        """Compare named values with each other, or with a tuple in the order of the
-        names.
+        """Compare named values, `x = 1, y = 2`, with each other, or with a tuple in the
+        order of the names, which must be the alphabet's. None for other answers.
         """
         gold_values = assignments(gold)
         values = assignments(answer)
@@ -466,8 +479,8 @@ class Comparison:
         for assigned, coordinates in ((gold_values, answer), (values, gold)):
             if assigned is None or not isinstance(coordinates, Listing):
                 continue
-            in_order = list(assigned) == sorted(assigned)
-            if coordinates.bracket not in (Bracket.ROUND, Bracket.ANGLE) or not in_order:
+            is_sorted = list(assigned) == sorted(assigned)
+            if coordinates.bracket not in (Bracket.ROUND, Bracket.ANGLE) or not is_sorted:
                 return False
             return self._same_in_order(tuple(assigned.values()), coordinates.items)
         return None
@@ -494,7 +507,10 @@ class Comparison:
     def _same_link(
         self, sign: str, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]
     ) -> bool:
-        """Compare relations of two sides with the same sign between them."""
+        """Compare relations of two sides with the same sign between them: side by side,
+        or by the differences of their sides, which may have a common factor: 2x < 6 is
+        x < 3. An expected `x = 5` equals no multiple of itself.
+        """
         if all(self.same(a, b) for a, b in zip(gold, answer, strict=True)):
             return True
         if sign in ("=", "!="):
@@ -525,6 +541,9 @@ class Comparison:
         return None
 
     def _same_residues(self, gold: Congruence, answer: Congruence) -> bool:
+        """Compare congruences: what is congruent, the modulus, and the residues in any
+        order, of which 9 and 2 are the same modulo 7.
+        """
         if gold.number is not None or answer.number is not None:
             if not self._same_number(gold.number, answer.number):
                 return False
@@ -533,7 +552,9 @@ class Comparison:
         return self._same_multiset(self._reduced(gold), self._reduced(answer), self._equality.same)
 
     def _is_true(self, congruence: Congruence) -> bool:
-        """Return whether a number is congruent to the residue, if both are integers."""
+        """Return whether a congruence of a number with one residue is true; False
+        unless both are integers.
+        """
         assert congruence.number is not None
         difference = Apply("+", (congruence.number, Apply("-", (congruence.residues[0],))))
         try:
@@ -542,7 +563,9 @@ class Comparison:
             return False
 
     def _same_number(self, gold: Formula | None, answer: Formula | None) -> bool:
-        """Compare what is congruent. A letter may be left out."""
+        """Compare what is congruent, None if it is not written. A letter may be left
+        out.
+        """
         if gold is None or answer is None:
             return isinstance(gold or answer, Symbol)
         return self._equality.same(gold, answer)
@@ -585,6 +608,7 @@ class Comparison:
         return None
 
     def _same_piece(self, gold: Piece, answer: Piece) -> bool:
+        """Compare values and conditions; None stands for everywhere else."""
         if not self.same(gold.value, answer.value):
             return False
         if gold.condition is None or answer.condition is None:
@@ -592,12 +616,16 @@ class Comparison:
         return self.same(gold.condition, answer.condition)
 
     def _same_intervals(self, gold: RealInterval, answer: RealInterval) -> bool:
+        """Compare the ends, and whether they belong to the intervals."""
         if gold.low_closed != answer.low_closed or gold.high_closed != answer.high_closed:
             return False
         low = self._equality.same(gold.low, answer.low)
         return low and self._equality.same(gold.high, answer.high)
 
     def _same_builders(self, gold: Builder, answer: Builder) -> bool:
+        """Compare `\\{x \\mid x > 3\\}` with another such set: as sets of real numbers
+        if possible, else element and condition, whatever the variable's name.
+        """
         by_sets = self._same_real_sets(gold, answer)
         if by_sets is not None:
             return by_sets
@@ -608,7 +636,9 @@ class Comparison:
         return self.same(gold.condition, answer.condition)
 
     def _same_real_sets(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
-        """Compare sets of real numbers; None if not both are."""
+        """Compare sets of real numbers; inequalities of two variables describe
+        different ones. None if not both are such sets.
+        """
         gold_variable = self._sets.variable(gold)
         variable = self._sets.variable(answer)
         if gold_variable is not None and variable is not None and gold_variable != variable:
@@ -619,7 +649,9 @@ class Comparison:
             return self._same_symbolic_sets(gold, answer)
 
     def _same_symbolic_sets(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
-        """Compare sets whose ends have variables, part by part."""
+        """Compare sets whose ends have variables, part by part. None unless both are
+        intervals, or both joined from sets.
+        """
         gold_interval = as_interval(gold)
         interval = as_interval(answer)
         if gold_interval and interval:
@@ -634,7 +666,7 @@ class Comparison:
 
 
 def same_units(gold: str, answer: str) -> bool:
-    """Return whether two units are the same, or only one number has a unit."""
+    """Return whether two units are the same, or one of them is not written ("")."""
     return not gold or not answer or gold == answer or {gold, answer} in DEGREES
 
 
@@ -644,6 +676,9 @@ def same_words(gold: Words, answer: Words) -> bool:
 
 
 def _plain_words(text: Words) -> list[str]:
+    """Return the words without an article at the beginning, in small letters but for
+    those all in capitals: ABC is a name, NO is none.
+    """
     words = []
     for word in text.words:
         is_name = word.isupper() and word.lower() not in SHORT_WORDS

@@ -21,11 +21,11 @@ class Cursor:
 
     @property
     def previous(self) -> Token | None:
-        """The token that was read last."""
+        """The token that was read last; None before the first."""
         return self._tokens[self.position - 1] if self.position else None
 
     def take(self) -> Token:
-        """Return the next token and move behind it."""
+        """Return the next token and move behind it. CannotRead at the end."""
         token = self.peek()
         if token.kind is TokenKind.END:
             raise CannotRead("the text ends early")
@@ -42,7 +42,7 @@ class Cursor:
         return self.peek().kind is TokenKind.END
 
     def accept(self, *texts: str) -> bool:
-        """Move behind the next token if it is one of these."""
+        """Move behind the next token if it is one of these; return whether it was."""
         is_next = self.at(*texts)
         self.position += is_next
         return is_next
@@ -57,7 +57,9 @@ class Cursor:
         self._tokens[self.position : self.position + 1] = tokens
 
     def split_number(self) -> Token:
-        """Take the first digit of the next number, as `\\frac12` does."""
+        """Take the first digit of the next number, as `\\frac12` does, and leave the
+        others as a number of their own. Take one that is no integer whole.
+        """
         token = self.peek()
         if len(token.text) > 1 and token.text.isdigit():
             remainder = Token(TokenKind.NUMBER, token.text[1:], Gap.NONE, token.upright)
@@ -68,7 +70,9 @@ class Cursor:
 
     @contextmanager
     def nested(self) -> Iterator[None]:
-        """Count the depth. CannotRead if it is too large."""
+        """Count one level of nesting in the `with` block. CannotRead if it is one too
+        many.
+        """
         self._depth += 1
         if self._depth > MOST_DEPTH:
             raise CannotRead(f"nested more than {MOST_DEPTH} deep")

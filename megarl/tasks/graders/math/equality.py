@@ -7,6 +7,7 @@ points, the first positive, one negative, others mixed (Schwartz 1980, Zippel 19
 they have values at too few of them, as (-1)^n, at natural numbers.
 """
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -64,7 +65,8 @@ class Equality:
         names = symbols(first) | symbols(second)
         if not names:
             return self._same_constants(first, second)
-        if (symbols(first) ^ symbols(second)) and "infinity" in names:
+        has_same_names = symbols(first) == symbols(second)
+        if not has_same_names and "infinity" in names:  # ∞ has a value as variables have
             return False
         return self._same_at_points(first, second, names)
 
@@ -73,8 +75,8 @@ class Equality:
         return self._evaluator({}, False, PRECISION).value(formula)
 
     def proportional(self, first: Formula, second: Formula, positive: bool = False) -> bool:
-        """Return whether one is the other times a constant (a positive one) that is not
-        zero.
+        """Return whether one formula is the other times a constant that is not zero.
+        positive: the constant must be positive, too.
         """
         names = symbols(first) | symbols(second)
         if not names or symbols(first) != symbols(second):
@@ -96,10 +98,14 @@ class Equality:
         return as_real(above) / as_real(below)
 
     def _evaluator(self, point: dict[str, Numeric], real: bool, precision: int) -> Evaluator:
+        """Return an evaluator at a point, and set the precision, in bits, for all."""
         CONTEXT.prec = precision
         return Evaluator(point, real, self.budget)
 
     def _same_constants(self, first: Formula, second: Formula) -> bool:
+        """Compare formulas without variables, complex values included; False if one has
+        no value.
+        """
         try:
             return self._same_values({}, False, first, second)
         except NoValue:
@@ -108,8 +114,11 @@ class Equality:
     def _same_values(
         self, point: dict[str, Numeric], real: bool, first: Formula, second: Formula
     ) -> bool:
-        """Return whether both have the same value at a point, by two precisions if need
-        be.
+        """Return whether both have the same value at a point. real: as in Evaluator.
+        NoValue if one has none.
+
+        Values that are not exact are equal if their difference shrinks with the
+        precision: it is computed with one, two and at least four times as many bits.
         """
         evaluator = self._evaluator(point, real, PRECISION)
         a = evaluator.value(first)
@@ -123,19 +132,20 @@ class Equality:
         coarse = abs(real_a - real_b)
         scale = max(abs(real_a), abs(real_b))
         precision = PRECISION
-        if evaluator.spread < PRECISION // 4:
-            if coarse > scale * Real(2) ** (-PRECISION // 4):
-                return False
-        else:
+        loses_few_bits = evaluator.spread < PRECISION // 4
+        if loses_few_bits and coarse > scale * Real(2) ** (-PRECISION // 4):
+            return False  # the difference is too large for an error of rounding
+        if not loses_few_bits:
             precision += evaluator.spread
             coarse = self._difference(point, real, precision, first, second)
         fine = self._difference(point, real, 2 * precision, first, second)
         noise = max(coarse, scale * Real(2) ** -precision)
         if fine > noise * Real(2) ** (-precision // 2):
             return False
-        precision = 4 * precision + 3 * evaluator.bits
-        finest = self._difference(point, real, precision, first, second)
-        return finest <= scale * Real(2) ** (-precision * 3 // 4)
+        # A difference may be as small as the smallest exact number in the formulas.
+        finest_precision = 4 * precision + 3 * evaluator.bits
+        finest = self._difference(point, real, finest_precision, first, second)
+        return finest <= scale * Real(2) ** (-finest_precision * 3 // 4)
 
     def _difference(
         self,
@@ -159,38 +169,41 @@ class Equality:
         at extreme points, too.
         """
         real = not _has_imaginary(first) and not _has_imaginary(second)
-        agreeing: int | None = 0
         operations = heads(first) | heads(second)
         if operations & STEPPED and not self._same_at_extremes(first, second, names, real):
             return False
+        agreeing: int | None = 0
         if not operations & INDEXED:
-            agreeing = self._agreeing(first, second, names, real, integers=False)
+            agreeing = self._points_of_agreement(first, second, names, real, integers=False)
         if agreeing is None:
             return False
         if agreeing < ENOUGH:
-            agreeing = self._agreeing(first, second, names, real, integers=True)
+            agreeing = self._points_of_agreement(first, second, names, real, integers=True)
         return agreeing is not None and agreeing >= ENOUGH
 
     def _same_at_extremes(
         self, first: Formula, second: Formula, names: frozenset[str], real: bool
     ) -> bool:
-        """Compare at points of both signs and of very different sizes."""
-        stepped = bool((heads(first) | heads(second)) & JUMPING)
+        """Compare at points of both signs and of very different sizes. Where only one
+        of two formulas by cases has a value, they differ.
+        """
+        may_jump = bool((heads(first) | heads(second)) & JUMPING)
         for number, size in enumerate(EXTREMES):
             point = _extreme_point(sorted(names), number, size)
             try:
                 if not self._same_values(dict(point), real, first, second):
                     return False
             except NoValue:
-                if stepped and self._has_value(point, first) != self._has_value(point, second):
+                if may_jump and self._has_value(point, first) != self._has_value(point, second):
                     return False
         return True
 
-    def _agreeing(
+    def _points_of_agreement(
         self, first: Formula, second: Formula, names: frozenset[str], real: bool, integers: bool
     ) -> int | None:
-        """Return at how many points both have the same value, None if they differ at
-        one.
+        """Return at how many points both have the same value; None if they differ at
+        one, or one has a logarithm of a negative number where the other has a value.
+        integers: the points are integers.
         """
         agreeing = 0
         for number in range(POINTS):
@@ -207,6 +220,7 @@ class Equality:
         return agreeing
 
     def _has_value(self, point: dict[str, Fraction], formula: Formula) -> bool:
+        """Return whether a formula has a real value at a point."""
         try:
             self._evaluator(dict(point), True, PRECISION).value(formula)
         except NoValue:
@@ -229,6 +243,9 @@ class Equality:
                 yield None
 
     def _close(self, a: Numeric, b: Numeric) -> bool:
+        """Return whether two values are equal, those that are not exact in half of
+        their digits.
+        """
         if isinstance(a, Fraction) and isinstance(b, Fraction):
             return a == b
         first = as_real(a)
@@ -241,7 +258,7 @@ def _extreme_point(names: list[str], number: int, size: Fraction) -> dict[str, F
     """Return values of this size. Their signs are the bits of the point's number."""
     point = {}
     for place, name in enumerate(names):
-        is_positive = (number >> place) & 1
+        is_positive = bool((number >> place) & 1)
         value = abs(variable(name, number)) * size
         point[name] = value if is_positive else -value
     return point
@@ -259,7 +276,8 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     """Return whether a step is left that makes one rational number of others: 2 + 3,
     √16, 5!.
 
-    Fractions, signs and powers of ten behind a factor are no such steps.
+    Fractions, signs and powers of ten behind a factor are no such steps. In a formula
+    without variables and without a value, one is always left.
     """
     if not isinstance(formula, Apply):
         return False
@@ -267,7 +285,7 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if formula.head in ("-", "%", "degree"):
         return needs_computing(arguments[0], equality)
     if any(needs_computing(argument, equality) for argument in arguments):
-        return not _is_scientific(formula)
+        return not _is_scientific(formula)  # the 10^5 of 4 · 10^5 may stay
     if formula.head == "/":
         return is_whole_fraction(formula)
     if _is_scientific(formula):
@@ -286,7 +304,9 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
 
 
 def is_whole_fraction(formula: Apply) -> bool:
-    """Return whether a fraction of two integers is an integer: 18/3."""
+    """Return whether a fraction of two numbers is an integer that has to be computed:
+    18/3, and neither 18/1 nor 18/0.
+    """
     above, below = formula.arguments
     if not isinstance(above, Number) or not isinstance(below, Number) or below.value in (0, 1):
         return False
@@ -301,13 +321,14 @@ def _is_rational(formula: Formula) -> bool:
 
 
 def _is_nearly_rational(formula: Formula, equality: Equality) -> bool:
-    """Return whether a value of many digits is an integer or a fraction of small
-    numbers.
+    """Return whether a value of many digits is an integer or a fraction with a
+    denominator of 1 to 10. False for complex values; NoValue if there is no value.
     """
     value = equality.constant(formula)
     if not isinstance(value, Real):
         return False
-    scaled = value * 5040
+    common_multiple = math.factorial(7)  # 5040, which 1 to 10 divide
+    scaled = value * common_multiple
     return bool(abs(scaled - CONTEXT.nint(scaled)) < Real(10) ** -40)
 
 

@@ -26,7 +26,7 @@ MOST_BITS = 80_000
 MOST_STEPS = 150_000
 MOST_TERMS = 2_000
 LARGEST_LOG = 1e9
-"""The natural logarithm of a power's magnitude."""
+"""The natural logarithm of a power's magnitude, or that with a minus."""
 LARGEST_ARGUMENT = 10**6
 """The argument of a factorial or a binomial coefficient."""
 LARGEST_EXACT_FACTORIAL = 8_000
@@ -35,6 +35,8 @@ LARGEST_OF_TANH = 20
 """Beyond, tanh cannot be told from 1."""
 SMALLEST_EXPONENT = -60
 """The binary exponent below which a function's argument is near 0."""
+EXPONENT_AT_POLES = 100
+"""The binary exponent above which a function's value is that of a pole, rounded."""
 
 
 class NoValue(Exception):
@@ -64,8 +66,8 @@ class Budget:
             raise TooMuchWork
 
     def spend_on(self, bits: int) -> None:
-        """Count an operation on numbers of this size, whose square its time grows
-        with.
+        """Count an operation on numbers of this many bits: as one below 2,048, and
+        beyond in proportion to their square, as its time grows.
         """
         self.spend(1 + (bits >> 10) ** 2 // 4)
 
@@ -111,10 +113,8 @@ class Evaluator:
         arguments = [self.value(argument) for argument in formula.arguments]
         if formula.head == "/":
             self._check_not_zero(formula.arguments[1], arguments[1])
-        if formula.head == "^" and not arguments[0] and symbols(formula.arguments[1]):
-            raise NoValue("a power of zero with a variable")
-        if formula.head == "^" and not arguments[1]:
-            self._check_not_zero(formula.arguments[0], arguments[0])
+        if formula.head == "^":
+            self._check_power(formula, *arguments)
         try:
             return self.noted(operation(self, *arguments))
         except (
@@ -126,11 +126,23 @@ class Evaluator:
         ) as error:
             raise NoValue(str(error)) from None
 
-    def _check_not_zero(self, formula: Formula, value: Numeric) -> None:
-        """Raise NoValue if a divisor cannot be told from 0: it shrinks as the precision
-        grows.
+    def _check_power(self, formula: Apply, base: Numeric, exponent: Numeric) -> None:
+        """Raise NoValue for 0^x, whose value the sign of x decides, and for a power
+        with exponent 0 whose base may be 0.
         """
-        if isinstance(value, Fraction) or (value and magnitude(value) > -CONTEXT.prec // 4):
+        if not base and symbols(formula.arguments[1]):
+            raise NoValue("a power of zero with a variable")
+        if not exponent:
+            self._check_not_zero(formula.arguments[0], base)
+
+    def _check_not_zero(self, formula: Formula, value: Numeric) -> None:
+        """Raise NoValue if a formula's value is not exact and cannot be told from 0: it
+        shrinks as the precision grows. An exact 0 is left to the operations.
+        """
+        if isinstance(value, Fraction):
+            return
+        is_far_from_zero = value and magnitude(value) > -CONTEXT.prec // 4
+        if is_far_from_zero:
             return
         precision = CONTEXT.prec
         CONTEXT.prec = 2 * precision
@@ -142,7 +154,10 @@ class Evaluator:
             raise NoValue("a divisor that cannot be told from 0")
 
     def noted(self, value: Numeric) -> Numeric:
-        """Return the value, rounded if it is too long. NoValue if it is infinite."""
+        """Return the value in its simplest type, and note its length: an integer
+        becomes a Fraction, a too long Fraction a Real, and so does a Complex without
+        imaginary part. NoValue if it is infinite.
+        """
         if isinstance(value, int):
             return Fraction(value)
         if isinstance(value, Fraction):
@@ -164,7 +179,7 @@ class Evaluator:
         if name in self.point:
             return self.point[name]
         if name == "pi":
-            return +CONTEXT.pi
+            return +CONTEXT.pi  # the plus rounds the constant to the present precision
         if name == "e":
             return +CONTEXT.e
         if name == "i":
@@ -186,7 +201,10 @@ class Evaluator:
         return str(CONTEXT.nstr(value, 25))
 
     def _series(self, formula: Apply) -> Numeric:
-        """Return a finite sum or product; one with other bounds has no known value."""
+        """Return a finite sum or product. For one with other bounds return a number
+        that is the same for equal bounds and terms that agree at two values of the
+        index.
+        """
         index, low, high, body = formula.arguments
         assert isinstance(index, Symbol)
         first = self.value(low)
@@ -194,14 +212,17 @@ class Evaluator:
         if self._can_be_added(first, last, high):
             return self._added(formula.head, index.name, body, int(first), int(last))
         samples = []
-        for n in (3, 7):
-            inner = self._at(index.name, hashed(["index", str(n)]))
-            samples.append(self.key(inner.value(body)))
+        for label in ("3", "7"):
+            at_sample = self._with(index.name, hashed(["index", label]))
+            samples.append(self.key(at_sample.value(body)))
         return hashed([formula.head, self.key(first), self.key(last), *samples])
 
     def _can_be_added(self, first: Numeric, last: Numeric, high: Formula) -> bool:
-        exact = isinstance(first, Fraction) and isinstance(last, Fraction)
-        if not exact or high == Symbol("infinity"):
+        """Return whether a series runs over few enough integers. high: the formula of
+        its last index; ∞ has a number for a value, as variables have.
+        """
+        are_exact = isinstance(first, Fraction) and isinstance(last, Fraction)
+        if not are_exact or high == Symbol("infinity"):
             return False
         are_integers = first.denominator == last.denominator == 1
         return are_integers and 0 <= last - first < MOST_TERMS
@@ -217,12 +238,13 @@ class Evaluator:
             combine = OPERATIONS["*"]
             total = Fraction(1)
         for n in range(first, last + 1):
-            inner = self._at(name, Fraction(n))
-            total = combine(self, total, inner.value(body))
-            self.spread = max(self.spread, inner.spread)
+            at_n = self._with(name, Fraction(n))
+            total = combine(self, total, at_n.value(body))
+            self.spread = max(self.spread, at_n.spread)
         return self.noted(total)
 
-    def _at(self, name: str, value: Numeric) -> "Evaluator":
+    def _with(self, name: str, value: Numeric) -> "Evaluator":
+        """Return an evaluator at this point, with one variable's value added."""
         point = {**self.point, name: value}
         return Evaluator(point, self.real, self.budget)
 
@@ -235,16 +257,19 @@ def magnitude(value: Numeric) -> int:
 
 
 def variable(name: str, number: int, integers: bool = False) -> Fraction:
-    """Return a variable's value at the point of this number; the first points are
-    positive.
+    """Return a variable's value at the point of this number, always the same one.
+
+    integers: it is one from 3 to 25; else a fraction up to 4 in size, positive at the
+    points 0 to 2, negative at point 3 and of either sign beyond.
     """
     digest = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
     word = int.from_bytes(digest)
     if integers:
         return Fraction(3 + word % 23)
     value = Fraction(1 + word % 3989, 1009)
-    negative = number == 3 or (number > 3 and bool(word & (1 << 40)))
-    return -value if negative else value
+    random_bit = bool(word & (1 << 40))
+    is_negative = number == 3 or (number > 3 and random_bit)
+    return -value if is_negative else value
 
 
 def hashed(words: list[str]) -> Fraction:
@@ -256,6 +281,9 @@ def hashed(words: list[str]) -> Fraction:
 
 
 def _add(evaluator: Evaluator, *terms: Numeric) -> Numeric:
+    """Return the terms' sum. If it is not exact, note the largest difference between
+    the magnitudes of terms and sum: the bits that may be lost.
+    """
     total = terms[0]
     for term in terms[1:]:
         total = _both(evaluator, total, term, lambda a, b: a + b)
@@ -269,12 +297,14 @@ def _add(evaluator: Evaluator, *terms: Numeric) -> Numeric:
 def _both(
     evaluator: Evaluator, a: Numeric, b: Numeric, operate: Callable[[Numeric, Numeric], Numeric]
 ) -> Numeric:
+    """Operate on two exact fractions, or else on two numbers of the same precision."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return operate(a, b)
     return operate(as_real(a), as_real(b))
 
 
 def _multiply(evaluator: Evaluator, *factors: Numeric) -> Numeric:
+    """Return the factors' product; each product on the way is bounded as the last."""
     product = factors[0]
     for factor in factors[1:]:
         product = evaluator.noted(_both(evaluator, product, factor, lambda a, b: a * b))
@@ -299,19 +329,21 @@ def _power(evaluator: Evaluator, base: Numeric, exponent: Numeric) -> Numeric:
         if _real_part(exponent) > 0:
             return Fraction(0)
         raise NoValue("a power of zero")
-    small = as_real(base)
-    logarithm = CONTEXT.log(abs(small)) * abs(as_real(exponent))
+    rounded_base = as_real(base)
+    logarithm = CONTEXT.log(abs(rounded_base)) * abs(as_real(exponent))
     if abs(logarithm) > LARGEST_LOG:
         raise NoValue("a power beyond the bounds")
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
-        return CONTEXT.power(small, int(exponent))
+        return CONTEXT.power(rounded_base, int(exponent))
     if evaluator.real and _is_negative(base):
         raise NoValue("a root of a negative number")
-    return CONTEXT.power(small, as_real(exponent))
+    return CONTEXT.power(rounded_base, as_real(exponent))
 
 
 def _exact_power(base: Numeric, exponent: Numeric) -> Fraction | None:
-    """Return the power if it is a fraction of few bits."""
+    """Return the power if it is a fraction of few bits, else None. NoValue for a power
+    of zero whose exponent is not positive.
+    """
     if not isinstance(exponent, Fraction) or not isinstance(base, Fraction):
         return None
     if exponent.denominator != 1:
@@ -322,7 +354,7 @@ def _exact_power(base: Numeric, exponent: Numeric) -> Fraction | None:
     power = exponent.numerator
     if not base and power <= 0:
         raise NoValue("a power of zero")
-    if abs(power).bit_length() > 40:
+    if abs(power).bit_length() > 40:  # only these have few bits, whatever the power
         return base if base in (0, 1) else None
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits * abs(power) > MOST_BITS and abs(base) != 1:
@@ -331,7 +363,9 @@ def _exact_power(base: Numeric, exponent: Numeric) -> Fraction | None:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """Return the root of a fraction that is one, None for others."""
+    """Return the root of a fraction if it is a fraction too, else None; None also for
+    negative fractions, and for degrees above 64.
+    """
     if value < 0 or degree > 64:
         return None
     above = _integer_root(value.numerator, degree)
@@ -342,6 +376,7 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(value: int, degree: int) -> int | None:
+    """Return the root of a natural number if it is an integer, else None."""
     if degree == 2:
         root = math.isqrt(value)
     else:
@@ -350,10 +385,13 @@ def _integer_root(value: int, degree: int) -> int | None:
 
 
 def _newton_root(value: int, degree: int) -> int:
-    """Return the integer part of a root of a natural number."""
+    """Return the integer part of a root of a natural number, by Newton's method from
+    above.
+    """
     if value < 2:
         return value
-    guess = 1 << -(-value.bit_length() // degree)
+    bits_of_root = -(-value.bit_length() // degree)  # rounded up
+    guess = 1 << bits_of_root
     while True:
         quotient = value // guess ** (degree - 1)
         better = ((degree - 1) * guess + quotient) // degree
@@ -398,6 +436,9 @@ def _root(evaluator: Evaluator, value: Numeric, degree: Numeric) -> Numeric:
 
 
 def _ln(evaluator: Evaluator, value: Numeric) -> Numeric:
+    """Return the natural logarithm. NoValue for zero; OutsideDomain, among real
+    numbers, for a negative one.
+    """
     if not value:
         raise NoValue("the logarithm of zero")
     if evaluator.real and _is_negative(value):
@@ -408,8 +449,8 @@ def _ln(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _log(evaluator: Evaluator, value: Numeric, base: Numeric | None = None) -> Numeric:
-    """Return a logarithm. One without a base has an unknown one, the same in all
-    formulas.
+    """Return a logarithm. One without a base may mean 10 or e, so it is taken to a base
+    that is neither, the same in all formulas.
     """
     if base is None:
         base = Fraction(3989, 1009)
@@ -421,11 +462,12 @@ def _lg(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _exp(evaluator: Evaluator, value: Numeric) -> Numeric:
-    return _power(evaluator, CONTEXT.e + 0, value)
+    e = +CONTEXT.e  # the plus rounds the constant to the present precision
+    return _power(evaluator, e, value)
 
 
 def _elementary(name: str) -> Callable[..., Numeric]:
-    """Return a function of mpmath's for real and complex arguments of moderate size."""
+    """Return the operation that computes a function of mpmath, such as `sin`."""
 
     def function(evaluator: Evaluator, value: Numeric) -> Numeric:
         """Return the function's value. NoValue if the argument is very large, nearly 0
@@ -439,7 +481,7 @@ def _elementary(name: str) -> Callable[..., Numeric]:
         result = getattr(CONTEXT, name)(number)
         if evaluator.real and isinstance(result, Complex):
             raise NoValue("a complex value")
-        if result and magnitude(result) > 100:
+        if result and magnitude(result) > EXPONENT_AT_POLES:
             raise NoValue("a pole")
         return result
 
@@ -451,7 +493,7 @@ def _factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
     that is not exact, a negative integer, or one beyond the bounds.
     """
     if not isinstance(value, Fraction):
-        raise NoValue("a factorial of no integer")
+        raise NoValue("a factorial of a number that is not exact")
     if value.denominator != 1:
         return CONTEXT.factorial(as_real(value))
     if not 0 <= value <= LARGEST_ARGUMENT:
@@ -463,6 +505,7 @@ def _factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _double_factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
+    """Return n!! = n (n − 2) (n − 4) … for n up to 2,000. NoValue for others."""
     number = _as_integer(value)
     if not 0 <= number <= 2_000:
         raise NoValue("a factorial beyond the bounds")
@@ -470,6 +513,9 @@ def _double_factorial(evaluator: Evaluator, value: Numeric) -> Numeric:
 
 
 def _binomial(evaluator: Evaluator, n: Numeric, k: Numeric) -> Numeric:
+    """Return a binomial coefficient; of numbers that are no integers by the gamma
+    function. NoValue for integers unless 0 ≤ k ≤ n, and for a large n.
+    """
     if _is_integer(n) and _is_integer(k):
         if not 0 <= n <= LARGEST_ARGUMENT or not 0 <= k <= n:
             raise NoValue("a binomial coefficient beyond the bounds")
@@ -498,6 +544,7 @@ def _lcm(evaluator: Evaluator, *values: Numeric) -> Numeric:
 
 
 def _mod(evaluator: Evaluator, value: Numeric, modulus: Numeric) -> Numeric:
+    """Return the remainder of two integers. NoValue for others, and modulo 0."""
     number = _as_integer(modulus)
     if not number:
         raise NoValue("modulo zero")
@@ -505,6 +552,9 @@ def _mod(evaluator: Evaluator, value: Numeric, modulus: Numeric) -> Numeric:
 
 
 def _floor(evaluator: Evaluator, value: Numeric) -> Numeric:
+    """Return the largest integer up to the value; of a value that is not exact and
+    nearly an integer, that integer.
+    """
     if isinstance(value, Fraction):
         return Fraction(math.floor(value))
     nearest = CONTEXT.nint(value)

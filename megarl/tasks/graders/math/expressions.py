@@ -38,6 +38,7 @@ MOST_DIGITS = 4_000
 MOST_EXPONENT = 10_000
 MOST_POSTFIXES = 4
 MODULO = ("mod", r"\mod", r"\bmod")
+SIGNS_OF_TERMS = ("+", "-", r"\pm", r"\mp")
 SUMS = {r"\sum": "sum", r"\prod": "prod"}
 CONSTANTS = {r"\pi": PI, r"\infty": INFINITY}
 ENCLOSURES = {
@@ -84,12 +85,13 @@ class FormulaParser(Cursor):
     def sum(self) -> Parsed:
         """Read terms with signs between them."""
         with self.nested():
-            value = self._signed(self.product)
-            terms: list[Formula] = []
-            while self.at("+", "-", r"\pm", r"\mp"):
-                terms = terms or [formula_of(value)]
+            first = self._signed(self.product)
+            if not self.at(*SIGNS_OF_TERMS):
+                return first
+            terms = [formula_of(first)]
+            while self.at(*SIGNS_OF_TERMS):
                 terms.append(formula_of(self._signed(self._signed_product, leading=False)))
-            return Apply("+", tuple(terms)) if terms else value
+            return Apply("+", tuple(terms))
 
     def _signed_product(self) -> Parsed:
         """Read a product, perhaps with a sign of its own: `5 + -3`."""
@@ -98,7 +100,9 @@ class FormulaParser(Cursor):
         return self.product()
 
     def _signed(self, read: Callable[[], Parsed], leading: bool = True) -> Parsed:
-        """Read what `read` reads, with a sign before it."""
+        """Read what `read` reads, perhaps with a sign before it. leading: whether this
+        is a sum's first term, before which a `+` needs a factor.
+        """
         if self.accept("+"):
             if leading and not self._starts_factor():
                 raise CannotRead("a sign before nothing")
@@ -112,6 +116,9 @@ class FormulaParser(Cursor):
         return read()
 
     def _negative(self, value: Parsed) -> Parsed:
+        """Return the value with a minus. Signs of percent and degrees stay outside it,
+        where `expression` makes units of them.
+        """
         if isinstance(value, Matrix):
             return scaled(value, integer(-1))
         formula = formula_of(value)
@@ -122,30 +129,32 @@ class FormulaParser(Cursor):
     def product(self) -> Parsed:
         """Read factors with `*`, `/`, `mod` or nothing between them."""
         value = self.factor()
-        fraction_at = -1
+        fraction_end = -1  # the position behind the last `/` and its divisor
         while True:
             if self.accept("*"):
                 value = multiplied(value, self._signed_factor())
             elif self.accept("/"):
                 divisor = formula_of(self._signed_factor())
                 value = Apply("/", (formula_of(value), divisor))
-                fraction_at = self.position
+                fraction_end = self.position
             elif self.at("%", r"\degree") and not self._is_temperature():
-                value = self._scaled_down(value)
+                value = self._with_percent_or_degree(value)
             elif self.at(*MODULO):
                 self.take()
                 value = Apply("mod", (formula_of(value), formula_of(self._signed_factor())))
             elif isinstance(value, Number) and self.peek().text in names.SCALES:
                 value = Number(value.value * names.SCALES[self.take().text])
             elif self._multiplies():
-                if fraction_at == self.position:
+                if fraction_end == self.position:
                     self._check_fraction_before(value)
                 value = multiplied(value, self.factor())
             else:
                 return value
 
-    def _scaled_down(self, value: Parsed) -> Formula:
-        """Read a sign of percent or degrees, which belongs to all factors before it."""
+    def _with_percent_or_degree(self, value: Parsed) -> Formula:
+        """Read a sign of percent or degrees, which belongs to the whole product before
+        it, `value`.
+        """
         head = "%" if self.take().text == "%" else "degree"
         formula = formula_of(value)
         if isinstance(formula, Apply) and formula.head in ("%", "degree"):
@@ -153,20 +162,27 @@ class FormulaParser(Cursor):
         return Apply(head, (formula,))
 
     def _check_fraction_before(self, value: Parsed) -> None:
-        """CannotRead for `1/2x`, which may be a half of x or one by 2x."""
-        numbers = isinstance(value, Apply) and all(isinstance(a, Number) for a in value.arguments)
+        """CannotRead for `1/2x`, which may be a half of x or one by 2x. A fraction of
+        numbers is a factor before a gap, a bracket, π or a root: `1/2 x`.
+        """
+        has_numbers_alone = isinstance(value, Apply) and all(
+            isinstance(part, Number) for part in value.arguments
+        )
         is_apart = self.peek().gap is not Gap.NONE or self.at("(", r"\pi", r"\sqrt", "pi", "sqrt")
-        if not (numbers and is_apart):
+        if not (has_numbers_alone and is_apart):
             raise CannotRead("a product behind a fraction bar")
 
     def _signed_factor(self) -> Parsed:
+        """Read a factor behind `*`, `/` or `mod`, perhaps with a sign: `2 * -3`."""
         if self.accept("-"):
             return Apply("-", (formula_of(self.factor()),))
         self.accept("+")
         return self.factor()
 
     def _multiplies(self) -> bool:
-        """Return whether a factor follows without a sign. CannotRead for a number."""
+        """Return whether a factor follows without a sign, as in `2x`. CannotRead if it
+        is a number, as in `x 2`, or stands in another paragraph.
+        """
         if self.unit_follows() or (self.at("(") and self.peek(1).text in MODULO):
             return False
         token = self.peek()
@@ -179,6 +195,7 @@ class FormulaParser(Cursor):
         return True
 
     def _is_factorial_behind_another(self) -> bool:
+        """Return whether the next number is the second of `3! 4!`."""
         follows_factorial = self.previous is not None and self.previous.text == "!"
         return follows_factorial and self.peek(1).text == "!"
 
@@ -191,11 +208,14 @@ class FormulaParser(Cursor):
             return self._is_factor_word(token)
         if token.kind is TokenKind.COMMAND:
             return token.text in ATOM_COMMANDS or token.text.startswith(r"\begin{")
-        if token.text == "|":
+        if token.text == "|":  # else it closes a bar, or ends a set's element
             return not self.bars and not self.bar_divides
         return token.text in ("(", "{", "[")
 
     def _is_factor_word(self, token: Token) -> bool:
+        """Return whether a word can begin a factor: variables, functions and constants,
+        but neither upright words nor words of prose.
+        """
         if len(token.text) == 1:
             return True
         if token.text in names.FUNCTIONS or token.text in names.INFINITE:
@@ -235,6 +255,9 @@ class FormulaParser(Cursor):
         return following.text != "=" or following.gap is not Gap.NONE
 
     def _is_temperature(self) -> bool:
+        """Return whether the sign that comes next belongs to a scale at the end of the
+        text: the `°` of `20 °C`.
+        """
         is_scale = self.peek(1).text in ("C", "F", "K")
         return is_scale and self.peek(2).kind is TokenKind.END
 
@@ -259,6 +282,7 @@ class FormulaParser(Cursor):
         raise CannotRead("a power of no formula")
 
     def _exponent(self) -> Formula:
+        """Read what stands behind `^`, with braces or without: `2^{-1}`, `2^-10`."""
         if self.accept("-"):
             return Apply("-", (formula_of(self._exponent()),))
         return self.argument(whole_numbers=True)
@@ -281,15 +305,17 @@ class FormulaParser(Cursor):
         raise CannotRead(f"{token.text!r} as an argument")
 
     def _group(self) -> Formula:
-        """Read the rest of a group in braces that holds one formula."""
+        """Read the rest of a group in braces that holds one formula. In it, a `|`
+        closes no bar that was opened outside.
+        """
         with self.nested():
-            bars = self.bars
+            outer_bars = self.bars
             self.bars = 0
             value = formula_of(self.sum())
             for command, head in ((r"\choose", "binom"), (r"\over", "/")):
                 if self.accept(command):
                     value = Apply(head, (value, formula_of(self.sum())))
-            self.bars = bars
+            self.bars = outer_bars
             self.expect("}")
             return value
 
@@ -317,6 +343,7 @@ class FormulaParser(Cursor):
         return False
 
     def _number(self) -> Parsed:
+        """Read a number, or a mixed one: `1\\frac{1}{4}`, `1 1/4`."""
         number = number_of(self.take())
         is_whole = number.value.denominator == 1
         if is_whole and self.at(r"\frac") and not self.unit_follows():
@@ -327,8 +354,9 @@ class FormulaParser(Cursor):
         return number
 
     def _mixed(self, number: Number) -> Parsed:
-        """Read `1\\frac{1}{4}`. CannotRead if an improper fraction follows; with
-        variables it is a factor.
+        """Read the fraction of `1\\frac{1}{4}` and return the mixed number. CannotRead
+        for an improper fraction of numbers. Before one with variables, return the
+        number alone: the fraction is its factor.
         """
         start = self.position
         fraction = self._command()
@@ -340,7 +368,9 @@ class FormulaParser(Cursor):
         return number
 
     def _mixed_in_plain_text(self, number: Number) -> Parsed:
-        """Read `1 1/4`. CannotRead for other numbers side by side."""
+        """Read the `1/4` of `1 1/4` and return the mixed number. CannotRead for other
+        numbers side by side.
+        """
         above = number_of(self.take())
         if self.accept("/") and self.peek().kind is TokenKind.NUMBER:
             fraction = Apply("/", (above, number_of(self.take())))
@@ -349,8 +379,11 @@ class FormulaParser(Cursor):
         raise CannotRead("two numbers side by side")
 
     def _numeral(self, number: Number) -> Parsed:
-        in_brackets = self.previous is None or self.previous.kind is not TokenKind.NUMBER
-        digits = str(number.value) if in_brackets else digits_of(self.peek(-1).text)
+        """Read the base behind a number: `52_8`, `(52)_8`, `52_{\\text{eight}}`.
+        CannotRead for another subscript.
+        """
+        is_in_brackets = self.previous is None or self.previous.kind is not TokenKind.NUMBER
+        digits = str(number.value) if is_in_brackets else digits_of(self.peek(-1).text)
         self.expect("_")
         subscript = self.subscript()
         base = int(subscript) if subscript.isdigit() else names.BASES.get(subscript, 0)
@@ -359,7 +392,9 @@ class FormulaParser(Cursor):
         return Numeral(digits.lstrip("0") or "0", base)
 
     def subscript(self) -> str:
-        """Read a subscript behind its mark as text."""
+        """Read a subscript behind its `_` as text, without the braces and round
+        brackets around it. CannotRead if it is empty or a sign.
+        """
         if not self.accept("{"):
             token = self.take()
             if token.kind not in (TokenKind.NUMBER, TokenKind.WORD):
@@ -411,16 +446,18 @@ class FormulaParser(Cursor):
             self.take()
             return Symbol(token.text)
         lower = token.text.lower()
-        longest = 3 if token.gap is Gap.NONE else 2
+        longest = 3 if token.gap is Gap.NONE else 2  # words of prose stand apart
         if len(token.text) > longest and not is_run_of_variables(lower):
             raise CannotRead(f"the word {token.text!r}")
         letters = [Token(TokenKind.WORD, token.text[0], token.gap)]
         letters += [Token(TokenKind.WORD, letter) for letter in token.text[1:]]
         self.replace(*letters)
-        return self._word()
+        return self._word()  # the first letter: `product` reads the others as factors
 
     def _symbol(self, name: str) -> Parsed:
-        """Read what belongs to a variable's name; a function's argument, too."""
+        """Read what belongs to a name whose first letter or Greek letter is read. It
+        may be a constant (e, i), a variable, or a function with its arguments.
+        """
         if name == "e":
             return E
         if name == "i" and not self.at("_"):
@@ -455,10 +492,13 @@ class FormulaParser(Cursor):
         return name
 
     def _is_called(self, name: str) -> bool:
+        """Return whether the bracket behind a name has a function's argument: behind f
+        and g always, behind others where the value is stated, `T(n) =`.
+        """
         if name[0] in names.CALLED and name.rstrip("'") in names.CALLED:
             return True
-        simple = self.peek(1).kind in (TokenKind.NUMBER, TokenKind.WORD)
-        return simple and self.peek(2).text == ")" and self.peek(3).text == "="
+        is_simple = self.peek(1).kind in (TokenKind.NUMBER, TokenKind.WORD)
+        return is_simple and self.peek(2).text == ")" and self.peek(3).text == "="
 
     def _call(self, name: str) -> Parsed:
         arguments = self.arguments()
@@ -495,10 +535,11 @@ class FormulaParser(Cursor):
         name = text.removeprefix("\\")
         if name in names.GREEK_LETTERS or name == "ell":
             return self._symbol(name)
-        self.position -= 1
+        self.position -= 1  # `structure` takes the command itself
         return self.structure()
 
     def _fraction_or_root(self, command: str) -> Formula:
+        """Read the arguments of `\\frac`, `\\sqrt` or `\\binom`."""
         if command == r"\frac":
             return self._fraction()
         if command == r"\sqrt":
@@ -506,11 +547,13 @@ class FormulaParser(Cursor):
         return Apply("binom", (self.argument(), self.argument()))
 
     def _fraction(self) -> Formula:
-        derivative = self.at("{") and self.peek(1).text in ("d", r"\partial")
-        if derivative:
+        """Read both arguments of `\\frac`. CannotRead for `\\frac{dy}{dx}`."""
+        is_derivative = self.at("{") and self.peek(1).text in ("d", r"\partial")
+        if is_derivative:
             raise CannotRead("a derivative")
         above = self.argument()
-        return Apply("/", (above, self.argument()))
+        below = self.argument()
+        return Apply("/", (above, below))
 
     def _root(self) -> Formula:
         """Read `\\sqrt{2}` or `\\sqrt[3]{2}` behind the command. CannotRead for
@@ -530,6 +573,7 @@ class FormulaParser(Cursor):
         return Apply("root", (radicand, degree))
 
     def _named_points(self) -> str:
+        """Read the points of a shape: the `ABC` of `\\triangle ABC`."""
         token = self.take()
         if token.kind is not TokenKind.WORD:
             raise CannotRead("a shape without points")
@@ -554,6 +598,7 @@ class FormulaParser(Cursor):
         return Symbol(name)
 
     def _absolute(self) -> Parsed:
+        """Read `|x|`. While a bar is open, the next one closes it."""
         self.expect("|")
         self.bars += 1
         inside = formula_of(self.sum())
@@ -562,10 +607,13 @@ class FormulaParser(Cursor):
         return Apply("abs", (inside,))
 
     def _enclosed(self, head: str, close: str) -> Formula:
-        bars = self.bars
+        """Read up to the sign `close` and return the function `head` of that; the sign
+        that opens is read. In between, a `|` closes no bar that was opened outside.
+        """
+        outer_bars = self.bars
         self.bars = 0
         inside = formula_of(self.sum())
-        self.bars = bars
+        self.bars = outer_bars
         self.expect(close)
         return Apply(head, (inside,))
 
@@ -579,7 +627,7 @@ class FormulaParser(Cursor):
         power = None
         if self.accept("^"):
             power = self._exponent()
-        if power == Apply("-", (integer(1),)):
+        if power == Apply("-", (integer(1),)):  # `\sin^{-1}` is the arcsine
             if name not in names.INVERSES:
                 raise CannotRead("the inverse of a function")
             name = names.INVERSES[name]
@@ -593,7 +641,9 @@ class FormulaParser(Cursor):
         return Apply("^", (value, power))
 
     def _base(self) -> Formula:
-        """Read a logarithm's base: all digits of a number that the argument follows."""
+        """Read a logarithm's base. Of a number it is all digits if the argument stands
+        apart, as 10 in `\\log_10 100`, else the first digit, as 2 in `\\log_28`.
+        """
         token = self.peek()
         following = self.peek(1)
         argument_follows = following.text in ("(", "{", "^") or following.text in ATOM_COMMANDS
@@ -621,6 +671,7 @@ class FormulaParser(Cursor):
         return arguments
 
     def _in_set_braces(self) -> tuple[Formula, ...]:
+        """Read the rest of a function's arguments in braces: `\\max\\{1, 2\\}`."""
         arguments = [formula_of(self.sum())]
         while self.accept(","):
             arguments.append(formula_of(self.sum()))
@@ -640,11 +691,11 @@ class FormulaParser(Cursor):
                 break
             value = formula_of(multiplied(value, self.factor()))
         if self.at("%", r"\degree"):
-            return self._scaled_down(value)
+            return self._with_percent_or_degree(value)
         return value
 
     def _series(self, head: str) -> Formula:
-        """Read `\\sum_{k=1}^{n} k^2`."""
+        """Read `\\sum_{k=1}^{n} k^2` behind its command. head: `sum` or `prod`."""
         self.expect("_")
         self.expect("{")
         token = self.take()
@@ -660,7 +711,9 @@ class FormulaParser(Cursor):
 
 
 def number_of(token: Token) -> Number:
-    """Return the value of a number's token."""
+    """Return the value of a number's token, and the decimals with which it is written;
+    0 with a power of ten, `1.5e3`, or a marked period.
+    """
     text = digits_of(token.text)
     if len(text) > MOST_DIGITS:
         raise CannotRead(f"more than {MOST_DIGITS:,} digits")
@@ -674,18 +727,18 @@ def number_of(token: Token) -> Number:
 
 
 def _recurring(text: str) -> Fraction:
-    """Return the value of a decimal with a marked period: `0.1\\overline{6}`,
-    `0.(3)`.
+    """Return the value of a decimal with a marked period: `0.1\\overline{6}` or
+    `0.1(6)` is 1/10 + 6/90.
     """
-    is_whole, _, decimals = text.partition(".")
+    integer_digits, _, decimals = text.partition(".")
     mark = re.search(r"\\[a-z]+|\(", decimals)
     assert mark
-    once = decimals[: mark.start()]
+    before_period = decimals[: mark.start()]
     period = re.sub(r"\\[a-z]+|[{}()]", "", decimals[mark.start() :])
-    scale = 10 ** len(once)
-    fixed = Fraction(int(is_whole + once or "0"), scale)
+    fixed_digits = integer_digits + before_period
+    scale = 10 ** len(before_period)
     nines = 10 ** len(period) - 1
-    return fixed + Fraction(int(period), scale * nines)
+    return Fraction(int(fixed_digits or "0"), scale) + Fraction(int(period), scale * nines)
 
 
 def is_run_of_variables(letters: str) -> bool:
@@ -717,7 +770,9 @@ def quotient(value: Parsed) -> Fraction:
 
 
 def multiplied(first: Parsed, second: Parsed) -> Parsed:
-    """Return the product of two formulas, or of a formula and a matrix."""
+    """Return the product of two formulas, or of a formula and a matrix. If the first is
+    a product, it gets one factor more.
+    """
     if isinstance(second, Matrix):
         return scaled(second, formula_of(first))
     if isinstance(first, Matrix):
@@ -730,7 +785,7 @@ def multiplied(first: Parsed, second: Parsed) -> Parsed:
 
 
 def scaled(matrix: Matrix, factor: Formula) -> Matrix:
-    """Return the matrix with all entries multiplied."""
+    """Return the matrix with all entries multiplied by the factor."""
     rows = []
     for row in matrix.rows:
         rows.append(tuple(Apply("*", (factor, entry)) for entry in row))

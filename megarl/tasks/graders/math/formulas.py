@@ -96,5 +96,5 @@ def with_sign(formula: Formula, plus: bool) -> Formula:
     arguments = tuple(with_sign(argument, plus) for argument in formula.arguments)
     if formula.head not in TWO_VALUED:
         return Apply(formula.head, arguments)
-    positive = plus == (formula.head == PLUS_MINUS)
-    return arguments[0] if positive else Apply("-", arguments)
+    is_positive = plus == (formula.head == PLUS_MINUS)  # the upper sign of ∓ is minus
+    return arguments[0] if is_positive else Apply("-", arguments)

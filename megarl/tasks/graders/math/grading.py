@@ -16,8 +16,8 @@ DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 
 
 def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
-    """Return whether an answer is right, with what it says in a box, an answer line,
-    dollars or prose.
+    """Return whether an answer is right by what it says in a box, an answer line,
+    dollars or prose. The first place of these that can be read decides.
 
     answer: what the policy said behind its thinking trace; expected: the data set's
     answer; prompt: the question, if it is known: what repeats it is no answer, and its
@@ -53,8 +53,8 @@ def readable(expected: str) -> bool:
 
 
 def _adds_a_unit(answer: MathAnswer | None, gold: MathAnswer | None, text: str) -> bool:
-    """Return whether an upright letter is a unit in the answer, but a variable in the
-    expected one.
+    """Return whether an upright letter in the answer's text is read as a unit, while
+    the expected answer, spelled the same, has a variable there.
     """
     if not isinstance(answer, Expression) or not isinstance(gold, Expression):
         return False
@@ -62,16 +62,17 @@ def _adds_a_unit(answer: MathAnswer | None, gold: MathAnswer | None, text: str) 
 
 
 def _same_list(expected: str, gold: MathAnswer, text: str, answer: MathAnswer) -> bool:
-    """Compare lists of numbers of three digits, whose commas look like those within one
-    number.
+    """Compare a list with a number whose commas may rather separate items: 123,456 with
+    123, 456. An expected number is taken for a list only if that has three items or
+    more: 12,345 is a number. text, expected: as answer and gold are written.
     """
     if isinstance(gold, Listing) and GROUPS.fullmatch(text.strip(" $.")):
-        listed = reading(text.replace(",", ", ")).answer
-        return listed is not None and equal(gold, listed)
+        listed_answer = reading(text.replace(",", ", ")).answer
+        return listed_answer is not None and equal(gold, listed_answer)
     if isinstance(answer, Listing) and GROUPS.fullmatch(expected.strip(" $.")):
-        listed = reading(expected.replace(",", ", ")).answer
-        several = isinstance(listed, Listing) and len(listed.items) > 2
-        return several and listed is not None and equal(listed, answer)
+        listed_gold = reading(expected.replace(",", ", ")).answer
+        if isinstance(listed_gold, Listing) and len(listed_gold.items) > 2:
+            return equal(listed_gold, answer)
     return False
 
 

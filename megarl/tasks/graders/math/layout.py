@@ -185,6 +185,9 @@ def without_emphasis(text: str) -> str:
 
 
 def _without_unicode(text: str) -> str:
+    """Return the text with raised and lowered digits, fractions such as ½ and other
+    signs in LaTeX; letters of other scripts stay.
+    """
     text = RAISED_RUN.sub(lambda run: _script("^", run[0], RAISED), text)
     text = LOWERED_RUN.sub(lambda run: _script("_", run[0], LOWERED), text)
     text = VULGAR.sub(_fraction, text)
@@ -193,22 +196,25 @@ def _without_unicode(text: str) -> str:
 
 
 def _script(mark: str, run: str, characters: dict[str, str]) -> str:
+    """Return a run of raised or lowered characters behind their mark: ² as `^{2}`."""
     inside = "".join(characters[character] for character in run)
     return f"{mark}{{{inside}}}"
 
 
 def _fraction(sign: re.Match[str]) -> str:
+    """Return ½ as `\\frac{1}{2}`. Its normal form has U+2044 for a bar."""
     above, _, below = unicodedata.normalize("NFKC", sign[0]).partition("\u2044")
     return rf"\frac{{{above}}}{{{below}}}"
 
 
 def _without_dollars(text: str) -> str:
-    """Remove pairs of dollar signs around formulas; a single one before a number is a
-    currency.
+    """Return the text without dollar signs around formulas. If their number is odd, one
+    before a number is a currency, and stays as `\\$`.
     """
     marks = text.replace(r"\$", "").count("$")
     if not marks:
         return text
-    if marks % 2:
-        return CURRENCY_MARK.sub(r"\\$", re.sub(r"(?<!\\)\$(?!\s*\.?\d)", " ", text))
-    return re.sub(r"(?<!\\)\$", " ", text)
+    if marks % 2 == 0:
+        return re.sub(r"(?<!\\)\$", " ", text)
+    only_currency = re.sub(r"(?<!\\)\$(?!\s*\.?\d)", " ", text)
+    return CURRENCY_MARK.sub(r"\\$", only_currency)

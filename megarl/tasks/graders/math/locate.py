@@ -121,7 +121,9 @@ def passages(answer: str) -> Iterator[Passage]:
 
 
 def _readings_of_box(content: str) -> Iterator[Passage]:
-    """Iterate over a box's content, and what follows an answer line's mark in it."""
+    """Iterate over a box's content, and over what follows a mark such as `Answer:` in
+    it.
+    """
     yield Passage(content, AnswerPlace.BOX)
     line = answer_line(content)
     if line is not None:
@@ -142,7 +144,8 @@ def has_complete_answer(text: str) -> bool:
     if match is None:
         return False
     following = text[match.end() :].lstrip()
-    return bool(re.match(r"[^\n]*\S[^\n]*\n", following))
+    first_line, line_end, _ = following.partition("\n")
+    return bool(first_line.strip() and line_end)
 
 
 def answer_line(text: str) -> str | None:
@@ -171,12 +174,12 @@ def _readings_of_line(line: str) -> Iterator[Passage]:
     sentence = STOP.split(first_line)[0]
     clause = CLAUSE.split(sentence)[0]
     yield Passage(without_emphasis(paragraph), AnswerPlace.LINE)
-    for text in dict.fromkeys((first_line, sentence, clause)):
-        tail = first_line[len(text) :]
-        approximation = APPROXIMATION.match(tail)
+    for text in dict.fromkeys((first_line, sentence, clause)):  # each different one
+        remainder = first_line[len(text) :]
+        approximation = APPROXIMATION.match(remainder)
         if approximation:
             text = f"{text} \\approx {approximation[1]}"
-        elif OFFERS_ANOTHER.search(tail):
+        elif OFFERS_ANOTHER.search(remainder):
             return
         yield Passage(without_emphasis(text), AnswerPlace.LINE)
     if not OFFERS_ANOTHER.search(sentence):
@@ -184,6 +187,9 @@ def _readings_of_line(line: str) -> Iterator[Passage]:
 
 
 def _readings_of_prose(answer: str) -> Iterator[Passage]:
+    """Iterate over what an answer without a mark may state: all of it, if it is short,
+    or the last value in it.
+    """
     stripped = answer.strip()
     if len(stripped) <= LONGEST_LINE:
         yield Passage(without_emphasis(BULLET.sub("", stripped)), AnswerPlace.ALONE)
@@ -191,17 +197,17 @@ def _readings_of_prose(answer: str) -> Iterator[Passage]:
 
 
 def _values(text: str) -> Iterator[Passage]:
-    """Return the last formula in dollars or, if there are none, the last number or
-    formula.
+    """Iterate over the last formula in dollars or, if there are none, the last number
+    or formula in the words: one passage, or none if the text does not state it.
     """
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
     if formulas:
         passage = _last_in_dollars(text, formulas)
     else:
         passage = _last_in_words(RESTATED.sub("", text))
-    if passage is None or ENUMERATED.fullmatch(text.strip()) or _is_doubtful(passage):
-        return
-    yield passage
+    is_enumeration = ENUMERATED.fullmatch(text.strip()) is not None  # `1. 2. 3.`
+    if passage is not None and not is_enumeration and not _is_doubtful(passage):
+        yield passage
 
 
 def _is_doubtful(passage: Passage) -> bool:
@@ -211,6 +217,7 @@ def _is_doubtful(passage: Passage) -> bool:
 
 
 def _span(match: re.Match[str]) -> Excerpt:
+    """Return what a match of DOLLARS found: the formula, with the marks' positions."""
     text = next(group for group in match.groups() if group is not None)
     return Excerpt(text, match.start(), match.end())
 
@@ -240,29 +247,37 @@ def _may_stand(prefix: list[str], suffix: list[str]) -> bool:
 
 
 def _may_follow(prefix: list[str]) -> bool:
-    """Return whether a value may stand behind these words."""
+    """Return whether a value may stand behind these words: not behind `at least`, `half
+    of` or `from 3 to`.
+    """
     words = [word.strip("*_(,.;:\"'").lower() for word in prefix[-4:]]
     last = words[-1] if words else ""
     if last in names.BEFORE or names.NEGATIONS & set(words[-3:]):
         return False
-    if last == "of" and words[-2:-1] and words[-2] not in names.TOTALS:
+    if last == "of" and len(words) > 1 and words[-2] not in names.TOTALS:
         return False
-    return last != "to" or "from" not in words
+    is_end_of_range = last == "to" and "from" in words
+    return not is_end_of_range
 
 
 def _may_precede(suffix: list[str]) -> bool:
-    """Return whether a value may stand before these words."""
+    """Return whether a value may stand before these words: not before `million`, nor
+    `and a half`. Of Chinese words the first character decides.
+    """
     words = [word.strip(".,;:!?*_)\"'").lower() for word in suffix[:3]]
     if not words:
         return True
-    considered = {words[0], suffix[0][0]}
+    first_character = suffix[0][0]
+    considered = {words[0], first_character}
     if words[0] == "and":
         considered.update(words)
     return not names.AFTER & considered
 
 
 def _last_in_words(text: str) -> Passage | None:
-    """Return the last run of words that belong to a formula."""
+    """Return the last run of words that belong to a formula; None if there is none, or
+    the words around it do not leave it as it is.
+    """
     words = _words(FOREIGN.sub(r" \1 ", text))
     run = _last_run(words)
     if run is None:
@@ -276,18 +291,18 @@ def _last_in_words(text: str) -> Passage | None:
     if not _may_stand(words[:start], words[end:]):
         return None
     last_word = words[end - 1]
-    following = ""
-    if not re.search(r"[.!?]\*{0,2}$", last_word):
+    ends_sentence = re.search(r"[.!?]\*{0,2}$", last_word) is not None
+    if not ends_sentence:
         following = _sentence_behind(" ".join(words[end:]))
-    elif "?" in last_word:
-        following = "?"
+    else:
+        following = "?" if "?" in last_word else ""
     value = " ".join(words[start:end]).strip(" ,;:?*_\"'").rstrip(" .,;:?*_")
     return Passage(value, AnswerPlace.PROSE, _sentence_before(" ".join(words[:start])), following)
 
 
 def _last_run(words: list[str]) -> range | None:
     """Return the places of the last words side by side of which one shows that they are
-    a formula.
+    a formula; None if there are none.
     """
     end = len(words)
     while end:
@@ -296,24 +311,28 @@ def _last_run(words: list[str]) -> range | None:
             start -= 1
         if any(is_strong(word) for word in words[start:end]):
             return range(start, end)
-        end = min(start, end - 1)
+        end = min(start, end - 1)  # before this run, or one word back if it is empty
     return None
 
 
 def _sentence_before(text: str) -> str:
+    """Return the beginning of the sentence that a text ends in."""
     return SENTENCE_END.split(text[-LONGEST_SENTENCE:])[-1]
 
 
 def _sentence_behind(text: str) -> str:
+    """Return the rest of the sentence that a text begins in."""
     text = text[:LONGEST_SENTENCE]
-    match = SENTENCE_END.search(f"{text} ")
+    match = SENTENCE_END.search(f"{text} ")  # the blank ends a sentence at the text's end
     return text[: match.end()] if match else text
 
 
 def _words(text: str) -> list[str]:
-    """Split at white space outside of brackets."""
+    """Split at white space outside of brackets. One that is not closed in its line, or
+    within LONGEST_LINE characters, counts as closed there.
+    """
     words: list[str] = []
-    depth = 0
+    depth = 0  # open brackets
     for word in re.findall(r"\S+|\n", text):
         if word == "\n":
             depth = 0
@@ -334,10 +353,11 @@ def _continues(words: list[str], start: int, end: int) -> bool:
     `end`.
     """
     word = words[start - 1]
-    if start < end and re.search(r"[.;:!?]\*{0,2}$", word):
-        return False
-    if _is_joint(word):
-        return start < end and start > 1 and is_formula_word(words[start - 2])
+    run_is_empty = start == end
+    if not run_is_empty and re.search(r"[.;:!?]\*{0,2}$", word):
+        return False  # it ends a sentence before the run
+    if _is_joint(word):  # it belongs to the run between two parts of a formula
+        return not run_is_empty and start > 1 and is_formula_word(words[start - 2])
     return is_formula_word(word)
 
 
@@ -354,7 +374,9 @@ def _bare(word: str) -> str:
 
 
 def is_formula_word(word: str) -> bool:
-    """Return whether a word between blanks may be part of a formula."""
+    """Return whether a word between blanks may be part of a formula: a number, a
+    command, an operator, or a letter that is no word (a, A, I).
+    """
     bare = _bare(word)
     if word == "*":
         return True
@@ -368,8 +390,8 @@ def is_formula_word(word: str) -> bool:
 
 
 def is_strong(word: str) -> bool:
-    """Return whether a word shows by itself that it is part of a formula: a digit, a
-    command.
+    """Return whether a word shows by itself that it is part of a formula: by a digit or
+    a command, and no letters side by side but names, units and pairs of variables.
     """
     bare = re.sub(r"\\(?:text|mathrm|operatorname|textbf|begin|end)\s*\{[^{}]*\}", "", _bare(word))
     spelled = bare.translate(UNICODE)
@@ -380,6 +402,9 @@ def is_strong(word: str) -> bool:
 
 
 def _is_name(letters: str) -> bool:
+    """Return whether letters side by side may stand in a formula: a function, a unit,
+    or two letters that make no ordinal of the number before them (1st).
+    """
     lower = letters.lower()
     if letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi":
         return True

@@ -231,6 +231,7 @@ POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
 
 def _plural(noun: str) -> str:
+    """Return a noun's plural by the rules of spelling: boxes, stories, keys."""
     if noun.endswith(("x", "ch", "sh", "ss")):
         return f"{noun}es"
     if noun.endswith("y") and noun[-2] not in "aeo":

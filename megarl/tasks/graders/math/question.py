@@ -134,7 +134,9 @@ def permits(prompt: str, gold: TextReading, candidate: TextReading, passage: Pas
 
 
 def repeats_prompt(answer: str, prompt: str) -> bool:
-    """Return whether a text of several words is a part of the prompt."""
+    """Return whether an answer of several words is a part of the prompt, white space
+    aside.
+    """
     words = answer.split()
     return len(words) >= FEWEST_WORDS_REPEATED and " ".join(words) in " ".join(prompt.split())
 
@@ -144,17 +146,18 @@ def _repeats(question: PromptReading, gold: MathAnswer, candidate: TextReading) 
     one.
     """
     assert candidate.answer is not None
-    form = canonical(candidate.answer)
-    if form == canonical(gold):
+    answer = candidate.answer
+    if canonical(answer) == canonical(gold):
         return False
-    if FORM.search(question.text) and question.contains(candidate.spelling):
+    asks_for_form = FORM.search(question.text) is not None
+    if asks_for_form and question.contains(candidate.spelling):
         return True
-    if _is_plain(candidate.answer):
+    if _is_plain(answer) or not _is_stated(question, answer):
         return False
-    last = candidate.answer
-    if isinstance(last, Relation) and set(last.signs) == {"="} and all_values(last.sides[-1]):
-        return _is_stated(question, last) and named(last).value is last
-    return _is_stated(question, last)
+    if isinstance(answer, Relation) and set(answer.signs) == {"="}:
+        if all_values(answer.sides[-1]):
+            return named(answer).value is answer  # `f(2) = 5` is a result all the same
+    return True
 
 
 def _is_stated(question: PromptReading, answer: MathAnswer) -> bool:
@@ -178,6 +181,7 @@ def _is_plain(answer: MathAnswer) -> bool:
 
 
 def _is_letter(side: MathAnswer) -> bool:
+    """Return whether a side is a variable alone."""
     if not isinstance(side, Expression) or len(symbols(side.formula)) != 1:
         return False
     return not isinstance(side.formula, Apply)
@@ -185,7 +189,7 @@ def _is_letter(side: MathAnswer) -> bool:
 
 def _is_computed(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
     """Return whether an answer is a value, if the question asks to compute the expected
-    one.
+    one. A short question may do so in words, others in a formula of this value.
     """
     if not all_values(gold) or all_values(answer):
         return True
@@ -205,6 +209,7 @@ def _computes(question: PromptReading, value: Formula) -> bool:
 
 
 def _same(first: Formula, second: Formula) -> bool:
+    """Return whether two formulas are equal; False if that takes too much work."""
     try:
         return Equality(Budget()).same(first, second)
     except (TooMuchWork, RecursionError):
@@ -230,25 +235,26 @@ def _has_unit_asked(question: PromptReading, gold: MathAnswer, answer: MathAnswe
     answer = named(answer).value
     if not isinstance(gold, Expression) or not isinstance(answer, Expression):
         return True
-    # Percent are asked for: 50 and 50 % are the same.
+    # If percent are asked for, 50 and 50 % are the same.
     if question.unit == "percent" and "percent" in (gold.unit, answer.unit):
         return gold.unit in ("", "percent") and _same(gold.formula, answer.formula)
     if gold.unit or not answer.unit:
         return True
-    # 50 % for 1/2, if the question names neither a unit nor percent.
+    # 50 % counts for 1/2 if the question names neither a unit nor percent.
     if answer.unit == "percent" and not PERCENT.search(question.text):
         hundredth = Apply("/", (answer.formula, integer(100)))
         return question.unit == "" and _same(gold.formula, hundredth)
     parts = set(answer.unit.split())
-    # A measure is asked for, perhaps squared or cubed ("meter^2").
+    # The measure asked for may be squared or cubed ("meter^2").
     if question.unit.partition("^")[0] in MEASURES:
         return question.unit in parts or {question.unit, answer.unit} == {"degree", "celsius"}
     return not question.unit or not parts & MEASURES
 
 
 def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
-    """Return whether an answer is no interval where a point is asked for, and has the
-    letter asked for.
+    """Return whether an answer is no interval or inequality where only a point is asked
+    for, no point where only an interval is, and has no other letter than the one asked
+    for.
     """
     asks_for_point = POINT.search(question.text) is not None
     asks_for_interval = INTERVAL.search(question.text) is not None
@@ -269,8 +275,8 @@ def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
 
 
 def is_believed(prompt: str, candidate: TextReading, passage: Passage) -> bool:
-    """Return whether prose states a number of the question as a result, rather than
-    repeating it.
+    """Return whether an answer in prose, if the question has it too, is stated as a
+    result there rather than repeated. Other answers are believed.
     """
     if not prompt or passage.place is not AnswerPlace.PROSE:
         return True
@@ -295,6 +301,7 @@ def _formulas_of(text: str) -> Iterator[MathAnswer]:
 
 
 def _with_parts(answer: MathAnswer) -> Iterator[MathAnswer]:
+    """Iterate over an answer, the items of its lists and the sides of its relations."""
     yield answer
     if isinstance(answer, Listing) and answer.bracket is Bracket.NONE:
         for item in answer.items:
@@ -304,16 +311,18 @@ def _with_parts(answer: MathAnswer) -> Iterator[MathAnswer]:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the runs of words that belong to formulas, in plain text."""
+    """Return the runs of words that belong to formulas, outside of dollars. Any other
+    word ends a run, as a line break in the place of each formula in dollars does.
+    """
     runs: list[str] = []
-    run: list[str] = []
+    run_words: list[str] = []
     for word in DOLLARS.sub(" \n ", text).split(" "):
         if word and (is_formula_word(word) or OPERATORS.fullmatch(word) or word.startswith("\\")):
-            run.append(word)
+            run_words.append(word)
             continue
-        runs.append(" ".join(run))
-        run = []
-    runs.append(" ".join(run))
+        runs.append(" ".join(run_words))
+        run_words = []
+    runs.append(" ".join(run_words))
     return [run for run in runs if run]
 
 
@@ -329,6 +338,9 @@ def _constants_of(answers: list[MathAnswer]) -> Iterator[Formula]:
 
 
 def _spelling_of(text: str) -> str:
+    """Return a prompt's tokens as one text, with a line break for each line that has no
+    tokens of mathematics.
+    """
     words: list[str] = []
     for line in text.split("\n"):
         try:
@@ -339,12 +351,15 @@ def _spelling_of(text: str) -> str:
 
 
 def _as_one_text(spelling: tuple[str, ...]) -> str:
+    """Return tokens as a text in which other such texts are found at whole tokens;
+    braces and multiplication signs do not count.
+    """
     return "\0" + "\0".join(word for word in spelling if word not in "{}*") + "\0"
 
 
 def _options_of(text: str) -> dict[str, TextReading]:
-    """Return the options that a prompt lists in the order of the alphabet, two at
-    least.
+    """Return the options of a prompt, letter ─► what it stands for; {} unless there are
+    two or more, from A on in the order of the alphabet.
     """
     matches = list(OPTION.finditer(text))
     letters = [match[1] or match[2] for match in matches]
@@ -378,24 +393,28 @@ def _unit_asked(text: str) -> str:
 
 
 def _unit_counted(words: list[str]) -> str:
-    """Return the measure among the words behind "how many", COUNT for a noun, "" if
-    that is not clear.
+    """Return the measure among the words behind "how many", "meter^2" for square
+    meters; COUNT for a noun, "" if that is not clear. words: in small letters.
     """
     for number, word in enumerate(words):
         measure = _measure(word)
         if measure:
             if words[number + 1 : number + 2] in (["per"], ["and"]):
-                return ""
+                return ""  # of a quotient of units, or of two
             power = ""
             if number:
                 power = SQUARE_OR_CUBIC.get(words[number - 1], "")
             return measure + power
         if word in names.NOUNS:
             return COUNT
-    return COUNT if words[0].endswith("s") and words[0] not in NO_NOUNS else ""
+    is_plural = words[0].endswith("s") and words[0] not in NO_NOUNS
+    return COUNT if is_plural else ""
 
 
 def _measure(word: str) -> str:
+    """Return the standard form of a unit's name, "" if the word is none, or is rather
+    one of these words of prose.
+    """
     if word.lower() in ("in", "cup", "second", "unit", "units"):
         return ""
     return names.UNITS.get(word) or names.UNITS.get(word.lower()) or ""

@@ -93,7 +93,7 @@ def read(text: str, question: QuestionWords = NO_QUESTION) -> MathAnswer:
 
 
 def only_words(tokens: tuple[Token, ...]) -> Words | None:
-    """Return the words if the text has nothing but words."""
+    """Return the words if the text has nothing else, else None. tokens: with END."""
     inside = [token for token in tokens[:-1] if token.text not in ('"', "'", "!", ".", "-")]
     if not inside or len(inside) > MOST_WORDS:
         return None
@@ -104,7 +104,8 @@ def only_words(tokens: tuple[Token, ...]) -> Words | None:
     if not any(is_word(token) for token in inside):
         return None
     lower_words = {token.text.lower() for token in inside}
-    if lower_words & (names.AND | names.OR) and not all(map(is_word, inside)):
+    joins = bool(lower_words & (names.AND | names.OR))
+    if joins and not all(map(is_word, inside)):  # `x and y` is a list
         return None
     return Words(tuple(token.text for token in inside))
 
@@ -124,6 +125,7 @@ def is_word(token: Token) -> bool:
 
 
 def _are_variables(letters: str) -> bool:
+    """Return whether three letters are variables that often stand side by side."""
     return any(set(letters) <= set(run) for run in ("abc", "xyz", "pqr", "mnp", "xyt"))
 
 
@@ -169,19 +171,19 @@ class AnswerParser(UnitParser):
         return Listing(tuple(_flat(items)), Bracket.NONE, joint)
 
     def _joint(self, item: MathAnswer) -> Joint | None:
-        """Move behind what separates this item and the next: nothing in `3 hours 20
-        minutes`.
+        """Move behind what separates the item just read from the next one, and return
+        it; None if no item follows. Nothing separates those of `3 hours 20 minutes`.
         """
         if isinstance(item, Expression) and item.unit and self.peek().kind is TokenKind.NUMBER:
             return self._joint_of_units(item.unit)
-        comma = False
+        has_comma = False
         while self.accept(*SEPARATORS):
-            comma = True
+            has_comma = True
         word = ""
         if not self.at_end():
             word = self.peek().text.lower()
         if word in names.AND or word in names.OR:
-            if self.peek().text.startswith("\\l"):
+            if word in (r"\land", r"\lor"):
                 self._joined_by_logic = True
             self.take()
             while self.accept(r"\quad"):
@@ -189,13 +191,17 @@ class AnswerParser(UnitParser):
             return Joint.AND if word in names.AND else Joint.OR
         if word in names.FILLERS and self._skip_fillers():
             return Joint.COMMA
-        if not comma:
+        if not has_comma:
             return None
         if self.at_end():
             raise CannotRead("nothing behind a comma")
         return Joint.COMMA
 
     def _joint_of_units(self, unit: str) -> Joint:
+        """Return the joint between quantities side by side, of which the first, with
+        this unit, is read and the second comes next. CannotRead unless both have units
+        of the closed list.
+        """
         if unit not in names.UNITS.values():
             raise CannotRead("a number behind a word")
         start = self.position
@@ -206,6 +212,9 @@ class AnswerParser(UnitParser):
         return Joint.AND
 
     def _skip_fillers(self) -> bool:
+        """Move behind words such as `where`; return False, and stay, if nothing follows
+        them.
+        """
         start = self.position
         while self.peek().text.lower() in names.FILLERS:
             self.take()
@@ -215,6 +224,7 @@ class AnswerParser(UnitParser):
         return True
 
     def _item(self) -> MathAnswer:
+        """Read an item of a list: `…`, `k is an integer`, or a relation."""
         if self.accept(r"\ldots"):
             return Words(("…",))
         membership = self._membership_in_words()
@@ -240,33 +250,40 @@ class AnswerParser(UnitParser):
         return None
 
     def _labelled(self) -> Labelled | None:
-        """Read the label of a choice at the beginning: `(C)`, `C.`, `\\textbf{(C)}\\
-        12`.
+        """Read the label of a choice at the beginning, with the choice's value if it is
+        written: `(C)`, `C.`, `\\textbf{(C)}\\ 12`. Return None, and stay, if there is
+        no label; a letter in brackets may be a factor, as in `(C)+1`.
         """
-        letter = self.peek(1) if self.at("(") else self.peek()
+        opens = self.at("(")
+        letter = self.peek(1) if opens else self.peek()
         if letter.text not in LETTERS_OF_CHOICES or letter.kind is not TokenKind.WORD:
             return None
-        in_brackets = self.at("(") and self.peek(2).text == ")"
-        length = 3 if in_brackets else 2
-        if not in_brackets and (self.at("(") or self.peek(1).text not in (".", ")", ":")):
+        if opens:
+            is_closed = self.peek(2).text == ")"
+            label_length = 3
+        else:
+            is_closed = self.peek(1).text in (".", ")", ":")
+            label_length = 2
+        if not is_closed:
             return None
-        following = self.peek(length)
+        following = self.peek(label_length)
         if following.kind is TokenKind.END:
-            self.position += length
+            self.position += label_length
             return Labelled(letter.text, None)
         is_apart = following.gap is not Gap.NONE or letter.upright
         if not is_apart or following.text in ("+", "*", "/", "^", "=", "!", "_", "<", ">"):
             return None
-        self.position += length
+        self.position += label_length
         self.accept(":")
         return Labelled(letter.text, self._value_of_choice())
 
     def _value_of_choice(self) -> MathAnswer:
+        """Read what stands behind a choice's label: words alone, or items."""
         count = len(self._tokens) - self.position
         remaining = tuple(self.peek(n) for n in range(count))
         words = only_words(remaining)
         if words:
-            self.position += len(remaining) - 1
+            self.position += len(remaining) - 1  # up to END
             return words
         return self.items()
 
@@ -280,7 +297,7 @@ class AnswerParser(UnitParser):
             token = self.peek()
             if token.text == r"\equiv":
                 return self._congruence(sides[-1])
-            if token.text == ">" and self._angles:
+            if token.text == ">" and self._angles:  # it closes a vector
                 break
             if token.text not in RELATIONS or token.kind is TokenKind.END:
                 break
@@ -296,7 +313,9 @@ class AnswerParser(UnitParser):
         return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
 
     def _congruence(self, number: MathAnswer) -> MathAnswer:
-        """Read `≡ 1, 3 (mod 8)`. In a chain the last residues count."""
+        """Read `≡ 1, 3 (mod 8)` behind the number that is congruent to that. In a chain
+        the last residues count. CannotRead without a modulus.
+        """
         residues: list[Formula] = []
         while self.accept(r"\equiv"):
             residues = [formula_of(self.sum())]
@@ -314,6 +333,7 @@ class AnswerParser(UnitParser):
         return Congruence(_formula_without_unit(number), tuple(residues), modulus)
 
     def _modulus(self) -> Formula | None:
+        """Read `\\pmod{7}` or `(mod 7)`; None if neither comes next."""
         if self.accept(r"\pmod"):
             return self.argument(whole_numbers=True)
         if self.at("(") and self.peek(1).text in MODULO:
@@ -372,6 +392,7 @@ class AnswerParser(UnitParser):
         return Expression(Symbol(" ".join(word.text.lower() for word in words)))
 
     def _ratio(self, first: Formula) -> MathAnswer:
+        """Read the rest of `3 : 4`, or of a time of day, `6:30 p.m.`"""
         terms = [first]
         while self.accept(":"):
             terms.append(formula_of(self.sum()))
@@ -405,6 +426,7 @@ class AnswerParser(UnitParser):
         return RealInterval(low, high, False, self.take().text == "]")
 
     def _two_ends(self) -> tuple[Formula, Formula]:
+        """Read both ends of an interval: `1, 2` or `1; 2`."""
         low = formula_of(self.sum())
         if not self.accept(",", ";"):
             raise CannotRead("an interval of one end")
@@ -417,6 +439,9 @@ class AnswerParser(UnitParser):
         raise CannotRead("a power of no formula")
 
     def _starts_factor(self) -> bool:
+        """Return whether the next token can begin a factor: behind another token no
+        `[`, which may close an interval.
+        """
         token = self.peek()
         if token.kind is TokenKind.SIGN and token.text == "[" and self.previous is not None:
             return False
@@ -434,17 +459,19 @@ class AnswerParser(UnitParser):
         return super().atom()
 
     def structure(self) -> Parsed:
-        """Read brackets or an environment, whose first token comes next."""
+        """Read brackets or an environment, whose first token comes next. In them, a `|`
+        or colon has nothing to do with what is open outside.
+        """
         token = self.take()
-        bars = self.bars
-        divides = self.bar_divides
+        outer_bars = self.bars
+        outer_bar_divides = self.bar_divides
         self.bars = 0
         self.bar_divides = False
         try:
             return self._structure(token)
         finally:
-            self.bars = bars
-            self.bar_divides = divides
+            self.bars = outer_bars
+            self.bar_divides = outer_bar_divides
 
     def _structure(self, token: Token) -> Parsed:
         """Read the rest of what this token begins: brackets, `\\emptyset` or an
@@ -463,10 +490,13 @@ class AnswerParser(UnitParser):
         if token.text == r"\emptyset":
             return Listing((), Bracket.SET)
         if token.text.startswith(r"\begin{"):
-            return self._environment(token.text[7:-1])
+            return self._environment(token.text.removeprefix(r"\begin{").removesuffix("}"))
         raise CannotRead(f"the command {token.text}")
 
     def _bracketed_items(self) -> tuple[MathAnswer, ...]:
+        """Read the items up to a closing angle bracket, which stays. CannotRead if
+        `and` or `or` joins them.
+        """
         inside = self.items()
         if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
             if inside.joint is not Joint.COMMA:
@@ -499,10 +529,12 @@ class AnswerParser(UnitParser):
         return RealInterval(low, high, brackets[0] == "[", brackets[1] == "]")
 
     def _braced(self) -> Parsed:
-        """Read a group in braces; with commas it is a set, as in plain text."""
+        """Read the rest of a group in braces; with commas or a condition it is a set,
+        as in plain text: `{1, 2}`, `{x | x > 3}`.
+        """
         if self.at("}"):
             raise CannotRead("an empty group")
-        self.bar_divides = True
+        self.bar_divides = True  # in the elements; `structure` restores it on an error
         inside = self.items()
         self.bar_divides = False
         if self.accept("|", r"\mid"):
@@ -528,20 +560,21 @@ class AnswerParser(UnitParser):
             self.accept(r"\}")
             return system
         self.bar_divides = True  # a bar or colon ends the elements; `structure` restores it
-        first = self.items()
+        elements = self.items()
         if self.accept(r"\mid", "|", ":"):
             self.bar_divides = False
             condition = self.items()
             self.expect(r"\}")
-            return Builder(first, condition)
+            return Builder(elements, condition)
         self.expect(r"\}")
-        if isinstance(first, Listing) and first.bracket is Bracket.NONE:
-            if first.joint is not Joint.COMMA:
+        if isinstance(elements, Listing) and elements.bracket is Bracket.NONE:
+            if elements.joint is not Joint.COMMA:
                 raise CannotRead("a word between the elements of a set")
-            return Listing(first.items, Bracket.SET)
-        return Listing((first,), Bracket.SET)
+            return Listing(elements.items, Bracket.SET)
+        return Listing((elements,), Bracket.SET)
 
     def _environment(self, name: str) -> Parsed:
+        """Read the rest of an environment, to its end. CannotRead if it is unknown."""
         if name in MATRICES:
             return self._matrix()
         if name in SYSTEMS:
@@ -560,7 +593,7 @@ class AnswerParser(UnitParser):
                 continue
             self.expect(r"\\")
             if self._at_end_of_environment():
-                break
+                break  # a line break behind the last row
             rows.append(tuple(row))
             row = [formula_of(self.sum())]
         self.take()
@@ -573,7 +606,10 @@ class AnswerParser(UnitParser):
         return self.peek().text.startswith(r"\end{")
 
     def _system(self) -> MathAnswer:
-        """Read the rows of a system, or the pieces of a function."""
+        """Read the rows of a system, or the pieces of a function, up to the end of the
+        environment. One row is that relation alone. CannotRead if only some rows have a
+        condition.
+        """
         rows: list[MathAnswer | Piece] = []
         while not self._at_end_of_environment():
             rows.append(self._row())
@@ -648,15 +684,18 @@ class AnswerParser(UnitParser):
 
 
 def combined(operator: str, first: MathAnswer, second: MathAnswer) -> Combination:
-    """Return two sets joined; sets joined by the same operator are one row."""
+    """Return two sets joined by `union`, `intersection` or `without`. Several unions
+    are one Combination, and so are several intersections. CannotRead for both without
+    brackets, and for what is no set.
+    """
     for part in (first, second):
         if isinstance(part, Expression) and not isinstance(part.formula, Symbol):
             raise CannotRead("a formula where a set should stand")
-    if isinstance(first, Combination) and first.operator == operator != "without":
-        return Combination(operator, (*first.parts, second))
-    if isinstance(first, Combination) and first.operator != operator != "without":
+    if operator == "without" or not isinstance(first, Combination):
+        return Combination(operator, (first, second))
+    if first.operator != operator:
         raise CannotRead("unions and intersections without brackets")
-    return Combination(operator, (first, second))
+    return Combination(operator, (*first.parts, second))
 
 
 def _flat(items: Iterable[MathAnswer]) -> Iterable[MathAnswer]:
@@ -669,7 +708,9 @@ def _flat(items: Iterable[MathAnswer]) -> Iterable[MathAnswer]:
 
 
 def _grouped(inside: MathAnswer) -> Parsed:
-    """Return what stands alone in brackets: a formula without a unit as a formula."""
+    """Return what stands alone in brackets. A formula without a unit is a formula
+    again, which may be part of another one; so is one in degrees.
+    """
     if isinstance(inside, Expression) and not inside.unit:
         return inside.formula
     if isinstance(inside, Expression) and inside.unit == "degree":
@@ -684,6 +725,7 @@ def _formula_without_unit(answer: MathAnswer) -> Formula:
 
 
 def _integer(letter: str) -> Relation:
+    """Return the relation that a letter is an integer."""
     sides = (Expression(Symbol(letter)), Expression(Symbol(r"\mathbb{Z}")))
     return Relation(sides, ("in",))
 
@@ -695,7 +737,9 @@ UNIT_IN_PROSE = re.compile(r"(?:\d|\bin)\s+[A-Za-z]\b")
 
 @lru_cache(maxsize=64)
 def question_of(prompt: str) -> QuestionWords:
-    """Return what a prompt says about letters and nouns."""
+    """Return the letters that stand alone in a prompt, except for units in its prose,
+    and its words of three letters or more.
+    """
     if not prompt:
         return NO_QUESTION
     nouns = frozenset(word.lower() for word in WORD.findall(prompt) if len(word) > 2)

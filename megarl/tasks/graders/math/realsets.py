@@ -25,7 +25,9 @@ SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 
 @dataclass(frozen=True)
 class Stretch:
-    """What lies between two ends, which may be one point."""
+    """The numbers between two ends; one number if the ends are the same. low_closed,
+    high_closed: whether the end itself belongs to it.
+    """
 
     low: Numeric
     high: Numeric
@@ -69,9 +71,12 @@ def same_stretches(first: Stretches, second: Stretches) -> bool:
 
 
 def united(stretches: Stretches) -> Stretches:
-    """Return the union in its normal form: sorted, without overlaps."""
+    """Return the union in its normal form: sorted, without empty stretches or any that
+    overlap or touch.
+    """
     merged: list[Stretch] = []
     filled = [stretch for stretch in stretches if not stretch.empty]
+    # Of stretches with the same low end, one that has this end comes first.
     for stretch in sorted(filled, key=lambda stretch: (stretch.low, not stretch.low_closed)):
         last = merged[-1] if merged else None
         if last is None or not _touch(last, stretch):
@@ -85,6 +90,9 @@ def united(stretches: Stretches) -> Stretches:
 
 
 def _touch(first: Stretch, second: Stretch) -> bool:
+    """Return whether two stretches make one. second: begins where `first` does, or
+    above.
+    """
     if nearly(first.high, second.low):
         return first.high_closed or second.low_closed
     return bool(second.low < first.high)
@@ -96,15 +104,18 @@ def intersected(first: Stretches, second: Stretches) -> Stretches:
 
 
 def _overlap(a: Stretch, b: Stretch) -> Stretch:
+    """Return what lies in both, which may be an empty stretch. If both have the same
+    end, it belongs to the overlap only if it belongs to both.
+    """
     low = max(a.low, b.low)
     high = min(a.high, b.high)
-    low_closed = all(s.low_closed for s in (a, b) if nearly(s.low, low))
-    high_closed = all(s.high_closed for s in (a, b) if nearly(s.high, high))
+    low_closed = all(part.low_closed for part in (a, b) if nearly(part.low, low))
+    high_closed = all(part.high_closed for part in (a, b) if nearly(part.high, high))
     return Stretch(low, high, low_closed, high_closed)
 
 
 def complement(stretches: Stretches) -> Stretches:
-    """Return all other real numbers."""
+    """Return all real numbers outside the set."""
     remaining: Stretches = EVERYTHING
     for stretch in stretches:
         outside = (
@@ -140,7 +151,9 @@ class RealSets:
         raise NoRealSet
 
     def variable(self, answer: MathAnswer) -> str | None:
-        """Return the one variable whose inequalities the answer has, None for a set."""
+        """Return the one variable of the relations that the answer is; "" if they have
+        none or several, None if the answer is no relation.
+        """
         if isinstance(answer, Relation):
             names = frozenset[str]()
             for side in answer.sides:
@@ -156,6 +169,7 @@ class RealSets:
     def _interval(
         self, low: Formula, high: Formula, low_closed: bool, high_closed: bool
     ) -> Stretches:
+        """Return an interval as a set. NoRealSet if it is empty, as (3, 1)."""
         stretch = Stretch(self._end(low), self._end(high), low_closed, high_closed)
         if stretch.empty:
             raise NoRealSet
@@ -190,11 +204,15 @@ class RealSets:
         return result
 
     def _member(self, part: MathAnswer) -> Stretches:
+        """Return one of the sets that a combination joins, which may list its numbers:
+        `\\{0\\}`.
+        """
         if isinstance(part, Listing) and part.bracket is Bracket.SET:
             return self._points(part)
         return self.of(part)
 
     def _points(self, listing: Listing) -> Stretches:
+        """Return the listed numbers as a set. NoRealSet unless all are numbers."""
         points = []
         for item in listing.items:
             if not isinstance(item, Expression) or item.unit:
@@ -242,8 +260,8 @@ class RealSets:
         return self.of(builder.condition)
 
     def _solutions(self, relation: Relation) -> Stretches:
-        """Return the numbers that meet a chain of inequalities, linear in one
-        variable.
+        """Return the numbers that meet a chain of inequalities, linear in one variable,
+        or the set of `x \\in (0, 1)`. NoRealSet for other relations.
         """
         first = relation.sides[0]
         is_symbol = isinstance(first, Expression) and isinstance(first.formula, Symbol)
@@ -260,7 +278,9 @@ class RealSets:
         return result
 
     def _half_line(self, name: str, first: MathAnswer, sign: str, second: MathAnswer) -> Stretches:
-        """Return the numbers that meet one inequality."""
+        """Return the values of the variable `name` that meet one inequality, linear or
+        of an absolute value. NoRealSet for others, and with units.
+        """
         if not isinstance(first, Expression) or not isinstance(second, Expression):
             raise NoRealSet
         if first.unit or second.unit:
@@ -269,45 +289,50 @@ class RealSets:
             return self._half_line(name, second, SWAPPED[sign], first)
         if isinstance(first.formula, Apply) and first.formula.head == "abs":
             return self._within(name, first.formula.arguments[0], sign, second.formula)
-        for formula, direction in ((first.formula, -1), (second.formula, 1)):
+        for formula, is_right_side in ((first.formula, False), (second.formula, True)):
             if formula in (INFINITY, Apply("-", (INFINITY,))):
-                return self._beyond_infinity(formula, direction, sign)
+                return self._all_if_true(formula, is_right_side, sign)
         difference = Apply("+", (first.formula, Apply("-", (second.formula,))))
         slope, at_zero = self._line(name, difference)
         bound = -at_zero / slope
         if sign == "!=":
             return complement((Stretch(bound, bound, True, True),))
-        below = (sign in ("<", "<=")) == (slope > 0)
-        closed = sign in ("<=", ">=")
-        if below:
-            return (Stretch(-INFINITE, bound, False, closed),)
-        return (Stretch(bound, INFINITE, closed, False),)
+        is_below_bound = (sign in ("<", "<=")) == (slope > 0)
+        has_bound = sign in ("<=", ">=")
+        if is_below_bound:
+            return (Stretch(-INFINITE, bound, False, has_bound),)
+        return (Stretch(bound, INFINITE, has_bound, False),)
 
     def _within(self, name: str, inside: Formula, sign: str, bound: Formula) -> Stretches:
-        """Return the numbers whose absolute value is below or above a bound that is not
-        negative.
+        """Return the values of `name` for which the absolute value of `inside` is below
+        (|x| < 2 is x < 2 and x > -2) or above the bound (x > 2 or x < -2). NoRealSet
+        for a negative bound, and for ≠.
         """
         if symbols(bound) or self._end(bound) < 0:
             raise NoRealSet
-        below = self._half_line(name, Expression(inside), sign, Expression(bound))
         opposite = Expression(Apply("-", (bound,)))
-        above = self._half_line(name, Expression(inside), SWAPPED[sign], opposite)
+        at_bound = self._half_line(name, Expression(inside), sign, Expression(bound))
+        at_opposite = self._half_line(name, Expression(inside), SWAPPED[sign], opposite)
         if sign in ("<", "<="):
-            return intersected(below, above)
+            return intersected(at_bound, at_opposite)
         if sign in (">", ">="):
-            return united((*below, *above))
+            return united((*at_bound, *at_opposite))
         raise NoRealSet
 
-    def _beyond_infinity(self, formula: Formula, direction: int, sign: str) -> Stretches:
-        """Return all numbers for a true bound such as x < ∞."""
-        positive = formula == INFINITY
-        upper = (direction == 1) == (sign == "<")
-        if sign not in ("<", ">") or positive != upper:
+    def _all_if_true(self, infinity: Formula, is_right_side: bool, sign: str) -> Stretches:
+        """Return all numbers for an inequality with ∞ or -∞ that is true of each, x < ∞
+        or -∞ < x. NoRealSet for others.
+        """
+        is_positive = infinity == INFINITY
+        is_upper_bound = is_right_side == (sign == "<")
+        if sign not in ("<", ">") or is_positive != is_upper_bound:
             raise NoRealSet
         return EVERYTHING
 
     def _line(self, name: str, formula: Formula) -> tuple[Numeric, Numeric]:
-        """Return slope and value at zero of a linear function; NoRealSet for others."""
+        """Return slope and value at zero of a linear function of the variable `name`.
+        NoRealSet for others, by the values at four points, and for a constant.
+        """
         at_0, at_1, at_2, at_minus_7 = (self._value_at(name, formula, x) for x in (0, 1, 2, -7))
         slope = at_1 - at_0
         is_straight = nearly(at_2 - at_1, slope)
@@ -317,6 +342,9 @@ class RealSets:
         return slope, at_0
 
     def _value_at(self, name: str, formula: Formula, x: int) -> Numeric:
+        """Return the formula's value where the variable `name` is x. NoRealSet if it
+        has none, or a complex one.
+        """
         try:
             value = self._equality.constant(_placed(formula, name, integer(x)))
         except NoValue:
@@ -329,6 +357,7 @@ def _is_absolute(formula: Formula) -> bool:
 
 
 def _real_end(value: Numeric) -> Numeric:
+    """Return a value as a Real. NoRealSet if it is complex."""
     if isinstance(value, Complex):
         raise NoRealSet
     return as_real(value)

@@ -202,7 +202,7 @@ def tokens_of(text: str) -> tuple[Token, ...]:
     if len(tokens) > MOST_TOKENS:
         raise CannotRead(f"longer than {MOST_TOKENS:,} tokens")
     while tokens and tokens[-1].text in {".", ",", ";", r"\quad"}:
-        tokens.pop()
+        tokens.pop()  # what ends a sentence is no part of the answer
     return (*tokens, Token(TokenKind.END, ""))
 
 
@@ -218,15 +218,17 @@ def spelled(text: str) -> tuple[str, ...]:
         if token.kind is TokenKind.NUMBER:
             word = digits_of(word)
         elif token.kind is TokenKind.WORD and len(word) > 1 and not word.isupper():
-            word = word.lower()
+            word = word.lower()  # single letters and capitals are names
         words.append(word)
-        if word == "}" and len(words) > 2 and words[-3] == "{":
-            words[-3:] = [words[-2]]
+        if words[-1] == "}" and len(words) > 2 and words[-3] == "{":
+            words[-3:] = [words[-2]]  # braces around one token say nothing
     return tuple(words)
 
 
 def digits_of(number: str) -> str:
-    """Return a number's text without the separators of its groups of three digits."""
+    """Return a number's text without the separators of its groups of three digits. One
+    with a marked period, `0.(3)`, keeps the marks.
+    """
     if "\\overline" in number or "\\bar" in number or "\\dot" in number or "(" in number:
         return re.sub(r"\s", "", number)
     return re.sub(r"[^\d.eE+-]", "", number)
@@ -234,30 +236,29 @@ def digits_of(number: str) -> str:
 
 def _lexemes(text: str) -> Iterator[Token]:
     """Iterate over the text's tokens, with braces and commands of type still among
-    them.
+    them. CannotRead at a character that begins none.
     """
-    gap = Gap.NONE
-    depth = 0
+    gap = Gap.NONE  # before the next token
+    depth = 0  # open brackets, in which a comma separates
     position = 0
     while position < len(text):
         match = LEXEME.match(text, position)
         if match is None:
             raise CannotRead(f"the character {text[position]!r}")
         kind = str(match.lastgroup)
-        if kind == "thin":
-            kind = "number"
         lexeme = match[0]
-        if kind == "number" and depth and "," in lexeme and "{" not in lexeme and "!" not in lexeme:
-            lexeme = lexeme[: lexeme.index(",")]  # in brackets a comma separates
+        has_bare_comma = "," in lexeme and "{" not in lexeme and "!" not in lexeme
+        if kind == "number" and depth and has_bare_comma:
+            lexeme = lexeme[: lexeme.index(",")]
         position += len(lexeme)
         if kind == "gap":
-            gap = _wider(gap, Gap.LINE if "\n\n" in lexeme else Gap.BLANK)
+            gap = Gap.LINE if gap is Gap.LINE or "\n\n" in lexeme else Gap.BLANK
             continue
         if lexeme in SPACING or lexeme == "~":
             if lexeme in WIDE:
                 yield WIDE_GAP
-            elif lexeme != r"\!":
-                gap = _wider(gap, Gap.BLANK)
+            elif gap is Gap.NONE and lexeme != r"\!":  # `\!` is a negative space
+                gap = Gap.BLANK
             continue
         token = _token(kind, lexeme, gap)
         depth = max(0, depth + BRACKETS.get(token.text, 0))
@@ -268,10 +269,6 @@ def _lexemes(text: str) -> Iterator[Token]:
 BRACKETS = {"(": 1, "[": 1, r"\{": 1, r"\langle": 1, ")": -1, "]": -1, r"\}": -1, r"\rangle": -1}
 
 
-def _wider(first: Gap, second: Gap) -> Gap:
-    return Gap.LINE if Gap.LINE in (first, second) else second
-
-
 def _token(kind: str, lexeme: str, gap: Gap) -> Token:
     """Return the token of a lexeme, in its usual spelling. kind: the name of the group
     in LEXEME that matched.
@@ -279,9 +276,11 @@ def _token(kind: str, lexeme: str, gap: Gap) -> Token:
     if kind in ("number", "recurring"):
         return Token(TokenKind.NUMBER, lexeme, gap)
     if kind in ("begin", "end"):
-        return Token(TokenKind.COMMAND, re.sub(r"[\s*]", "", lexeme), gap)
-    if kind == "letters":
-        return Token(TokenKind.WORD, rf"\mathbb{{{lexeme.rstrip('} ')[-1]}}}", gap)
+        environment = re.sub(r"[\s*]", "", lexeme)  # `\begin{align*}` is `\begin{align}`
+        return Token(TokenKind.COMMAND, environment, gap)
+    if kind == "letters":  # a letter of any such type: `\mathcal R`, `\mathbb{R}`
+        letter = lexeme.rstrip("} ")[-1]
+        return Token(TokenKind.WORD, rf"\mathbb{{{letter}}}", gap)
     if kind == "dots":
         return Token(TokenKind.COMMAND, r"\ldots", gap)
     if kind == "power":
@@ -300,12 +299,15 @@ def _token(kind: str, lexeme: str, gap: Gap) -> Token:
 
 def _upright(lexemes: Iterator[Token]) -> Iterator[Token]:
     """Drop layout; mark what stands in `\\text{…}` and its like, and drop those
-    braces.
+    braces. A bold i, j or k alone is a unit vector: `\\mathbf{i}` becomes `\\vec i`.
+
+    A line before a dropped token counts as before the next one. A blank does not: `f
+    \\left(x\\right)` is f(x).
     """
     stream = list(lexemes)
-    upright: list[int] = []  # the depths of braces whose text is upright
+    upright_depths: list[int] = []  # of the open braces of `\text{…}`
     depth = 0
-    gap = Gap.NONE
+    follows_line = False
     position = 0
     while position < len(stream):
         token = stream[position]
@@ -314,31 +316,33 @@ def _upright(lexemes: Iterator[Token]) -> Iterator[Token]:
         if token.text in UPRIGHT and following == "{":
             position += 1
             depth += 1
-            upright.append(depth)
-            gap = _wider(token.gap, gap)
-            if token.text in BOLD and _unit_vector(stream, position):
+            upright_depths.append(depth)
+            follows_line |= token.gap is Gap.LINE
+            if token.text in BOLD and _holds_unit_vector(stream, position):
+                gap = Gap.LINE if follows_line else Gap.NONE
                 yield Token(TokenKind.WORD, f"\\vec {stream[position].text}", gap)
                 position += 1
-                gap = Gap.NONE
+                follows_line = False
             continue
         if token.text in DROPPED or token.text in SWITCHES:
             if token.text in (r"\left", r"\right") and following == ".":
-                position += 1
-            gap = _wider(token.gap, gap)
+                position += 1  # `\left.` is a bracket that is not drawn
+            follows_line |= token.gap is Gap.LINE
             continue
         if token.text == "{":
             depth += 1
         elif token.text == "}":
             depth -= 1
-            if upright and upright[-1] == depth + 1:
-                upright.pop()
-                gap = _wider(token.gap, Gap.BLANK)
+            if upright_depths and upright_depths[-1] == depth + 1:
+                upright_depths.pop()
+                follows_line |= token.gap is Gap.LINE
                 continue
-        wider = _wider(gap, token.gap) if gap is not Gap.NONE else token.gap
-        yield Token(token.kind, token.text, wider, bool(upright))
-        gap = Gap.NONE
+        gap = Gap.LINE if follows_line else token.gap
+        yield Token(token.kind, token.text, gap, bool(upright_depths))
+        follows_line = False
 
 
-def _unit_vector(stream: list[Token], position: int) -> bool:
-    closes = position + 1 < len(stream) and stream[position + 1].text == "}"
-    return closes and stream[position].text in ("i", "j", "k")
+def _holds_unit_vector(stream: list[Token], position: int) -> bool:
+    """Return whether braces whose content begins at `position` hold i, j or k alone."""
+    is_alone = position + 1 < len(stream) and stream[position + 1].text == "}"
+    return is_alone and stream[position].text in ("i", "j", "k")

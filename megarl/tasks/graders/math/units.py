@@ -31,7 +31,9 @@ class UnitParser(FormulaParser):
         self.nouns = nouns
 
     def currency(self) -> str:
-        """Read a currency before a number, "" if there is none."""
+        """Read a currency before a number and return its standard form, "" if there is
+        none.
+        """
         if self.at("US", "USD") and self.peek(1).text in CURRENCIES:
             self.take()
         if self.peek().text in CURRENCIES and self.peek().kind is not TokenKind.END:
@@ -41,7 +43,9 @@ class UnitParser(FormulaParser):
         return ""
 
     def with_unit(self, formula: Formula, currency: str) -> Expression:
-        """Read the magnitude and the unit behind a formula, if there are any."""
+        """Read the magnitude (`million`) and the unit behind a formula, if there are
+        any. currency: what stands before it, "" for none. CannotRead for two units.
+        """
         if self._is_magnitude():
             power = Apply("^", (integer(10), integer(names.MAGNITUDES[self.take().text])))
             formula = Apply("*", (formula, power))
@@ -84,10 +88,12 @@ class UnitParser(FormulaParser):
 
     def _is_quotient_of_units(self) -> bool:
         """Return whether `\\frac{\\text{m}}{\\text{s}}` comes next."""
-        tokens = [self.peek(n) for n in range(1, 7)]
-        marks = [tokens[n].text for n in (0, 2, 3, 5)]
-        upright = tokens[1].upright and tokens[4].upright
-        return marks == ["{", "}", "{", "}"] and upright and self.previous is not None
+        opening, above, closing, second_opening, below, second_closing = (
+            self.peek(n) for n in range(1, 7)
+        )
+        braces = [opening.text, closing.text, second_opening.text, second_closing.text]
+        are_upright = above.upright and below.upright
+        return braces == ["{", "}", "{", "}"] and are_upright and self.previous is not None
 
     def _is_unit_word(self, token: Token) -> bool:
         """Return whether a word of several letters is a unit: one from the closed
@@ -105,7 +111,10 @@ class UnitParser(FormulaParser):
         return counted and word not in names.CONDITIONS | names.ELSEWHERE | names.FILLERS
 
     def _is_time(self, word: str) -> bool:
-        """Return whether `min` or `sec` has no argument, so that it is a unit."""
+        """Return whether the word that comes next is `min` or `sec` without an
+        argument, so that it is a unit. Before a number it is one behind another number,
+        as in `5 min 20 sec`.
+        """
         if word not in ("min", "sec"):
             return False
         following = self.peek(1)
@@ -114,13 +123,13 @@ class UnitParser(FormulaParser):
         return following.kind is not TokenKind.COMMAND and following.text not in ("(", "{")
 
     def _is_letter_unit(self, token: Token) -> bool:
-        """Return whether one letter is a unit: upright, or behind a blank after a
-        number.
+        """Return whether one letter is a unit: upright, or else behind a number and a
+        blank, at the end of the item, and no variable of the question.
         """
         if token.text not in names.LETTER_UNITS:
             return False
         if token.upright:
-            return token.text not in ("e", "i")
+            return True
         if token.gap is not Gap.BLANK or token.text in self.letters:
             return False
         return self._behind_a_number() and self._ends_here(1)
@@ -146,16 +155,19 @@ class UnitParser(FormulaParser):
         return following.kind is TokenKind.END or closes
 
     def _unit(self) -> str:
-        """Read a unit and return it in a standard form: bases with powers, sorted."""
+        """Read a unit and return it in a standard form, its bases with their powers in
+        order of the alphabet: `hour^-1 mile`, `meter^2`.
+        """
         if self.accept(r"\frac"):
             return self._quotient_of_units()
         powers: dict[str, int] = {}
-        sign = 1
-        power = 1
+        sign = 1  # -1 behind a division sign
+        power = 1  # of the next base: 2 behind `square`
         for _ in range(MOST_UNIT_WORDS):
             token = self.peek()
             word = token.text.lower()
-            if token.kind is TokenKind.WORD and word in names.POWERS and not word.endswith("ed"):
+            is_power_before = word in names.POWERS and not word.endswith("ed")
+            if token.kind is TokenKind.WORD and is_power_before:
                 self.take()
                 power = names.POWERS[word]
                 self.accept(".")
@@ -175,6 +187,7 @@ class UnitParser(FormulaParser):
         raise CannotRead("a unit of many words")
 
     def _quotient_of_units(self) -> str:
+        """Read both units of a `\\frac`, and return them in the standard form."""
         self.expect("{")
         above = self._base_unit()
         self.expect("}")
@@ -213,6 +226,9 @@ class UnitParser(FormulaParser):
         return _no_unit(token)
 
     def _foreign_unit(self, token: Token) -> str:
+        """Read the rest of a unit or noun in another script, whose first token is read.
+        CannotRead if it is unknown.
+        """
         word = token.text
         while self.peek().kind is TokenKind.FOREIGN:
             word += self.take().text
@@ -225,15 +241,15 @@ class UnitParser(FormulaParser):
         return if none follows.
         """
         if self.accept("^"):
-            braces = self.accept("{")
-            negative = self.accept("-")
+            has_braces = self.accept("{")
+            is_negative = self.accept("-")
             token = self.take()
             is_digit = token.kind is TokenKind.NUMBER and token.text.isdigit()
             if not is_digit or len(token.text) > 1:
                 raise CannotRead("the power of a unit")
-            if braces:
+            if has_braces:
                 self.expect("}")
-            return -int(token.text) if negative else int(token.text)
+            return -int(token.text) if is_negative else int(token.text)
         word = self.peek().text.lower()
         if word in ("squared", "cubed") and self.peek().kind is TokenKind.WORD:
             self.take()
@@ -246,11 +262,15 @@ def _no_unit(token: Token) -> str:
 
 
 def _one_unit(first: str, second: str) -> str:
+    """Return the one of two units that is written, "" if none is. CannotRead if they
+    differ.
+    """
     if first and second and first != second:
         raise CannotRead("two units")
     return first or second
 
 
 def _spelled(powers: dict[str, int]) -> str:
+    """Return the standard form of a unit with these powers of its bases."""
     items = sorted((base, power) for base, power in powers.items() if power)
     return " ".join(base if power == 1 else f"{base}^{power}" for base, power in items)

@@ -17,12 +17,16 @@ OF_NUMBERS = frozenset(
 )
 """Functions whose values at most numbers have no simpler form."""
 LOGARITHM = ("Apply(head='log'", "Apply(head='ln'", "Apply(head='lg'")
+"""How the `repr` of a logarithm begins."""
 LARGEST_RADICAND = 10**6
 NEUTRAL = {"+": Fraction(0), "*": Fraction(1)}
+"""The operand that changes nothing."""
 
 
 def has_steps_left(answer: MathAnswer) -> bool:
-    """Return whether a number in the answer has still to be computed."""
+    """Return whether a number in the answer has still to be computed, or whether it
+    takes too much work to say so.
+    """
     equality = Equality(Budget())
     formulas = formulas_in(named(answer).value)
     try:
@@ -41,7 +45,7 @@ def is_value(formula: Formula) -> bool:
     e^2, 4 · 10^5.
     """
     if isinstance(formula, Number | Symbol):
-        return not symbols(formula) - {"infinity"}
+        return not symbols(formula) - {"infinity"}  # no variable
     arguments = formula.arguments
     if formula.head in ("-", "%", "degree", "plus-minus", "minus-plus"):
         return all(map(is_value, arguments))
@@ -59,6 +63,9 @@ def is_value(formula: Formula) -> bool:
 
 
 def _is_fraction(formula: Apply) -> bool:
+    """Return whether a quotient is a fraction as one writes a result: of two values, no
+    integer in truth (18/3), and below the bar only numbers, roots and their products.
+    """
     above, below = formula.arguments
     if is_whole_fraction(formula):
         return False
@@ -66,10 +73,13 @@ def _is_fraction(formula: Apply) -> bool:
 
 
 def _is_sum(formula: Apply) -> bool:
-    """Return whether a sum has one rational term at most, and no two like terms."""
-    kinds = [_irrational_part(term) for term in formula.arguments]
-    logarithms = [kind for kind in kinds if kind.startswith(LOGARITHM)]
-    if len(set(kinds)) < len(kinds) or len(logarithms) > 1:
+    """Return whether a sum has one rational term at most, no two like terms and, since
+    two can be joined, one logarithm at most.
+    """
+    irrational_parts = [_irrational_part(term) for term in formula.arguments]
+    logarithms = [part for part in irrational_parts if part.startswith(LOGARITHM)]
+    has_like_terms = len(set(irrational_parts)) < len(irrational_parts)
+    if has_like_terms or len(logarithms) > 1:
         return False
     return all(map(is_value, formula.arguments))
 
@@ -92,7 +102,9 @@ def _is_product(formula: Apply) -> bool:
 
 
 def _irrational_part(term: Formula) -> str:
-    """Return what stands beside a term's number, "" for a number."""
+    """Return what stands beside a term's number, √2 of 3√2, as text that like terms
+    have in common; "" if nothing does. Of a quotient it is that of the numerator.
+    """
     if isinstance(term, Number):
         return ""
     if isinstance(term, Apply) and term.head in ("-", "/", "%"):
@@ -103,7 +115,10 @@ def _irrational_part(term: Formula) -> str:
 
 
 def _is_simple_root(formula: Apply) -> bool:
-    """Return whether no square, or power of the root's degree, can be taken out."""
+    """Return whether no square, or power of the root's degree, can be taken out of an
+    integer under a root. Of other radicands, only sums that are values and π are
+    simple.
+    """
     radicand = formula.arguments[0]
     if isinstance(radicand, Apply):
         return radicand.head == "+" and is_value(radicand)
@@ -113,11 +128,12 @@ def _is_simple_root(formula: Apply) -> bool:
         return False
     degree = _degree(formula)
     number = radicand.value.numerator
-    factors = range(2, round(number ** (1 / max(2, degree))) + 1)
-    return all(number % factor**degree for factor in factors)
+    largest_factor = round(number ** (1 / max(2, degree)))
+    return all(number % factor**degree for factor in range(2, largest_factor + 1))
 
 
 def _degree(root: Apply) -> int:
+    """Return a root's degree; 3 for a cube root, and where the degree is no number."""
     if root.head == "sqrt":
         return 2
     last = root.arguments[-1]
@@ -127,8 +143,9 @@ def _degree(root: Apply) -> int:
 
 
 def canonical(answer: MathAnswer) -> Any:
-    """Return the answer with the terms and factors of each sum and product in one
-    order.
+    """Return the answer, or the value that it names, in a form that is the same
+    whatever the order of terms, factors and sides of an equation. It can only be
+    compared.
     """
     value = mapped(named(answer).value, _canonical)
     if isinstance(value, Relation) and value.signs == ("=",):

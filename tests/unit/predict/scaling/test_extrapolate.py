@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.predict.scaling.extrapolate import hours_to, inverse, later_points, predict
+from megarl.predict.scaling.extrapolate import errors_of_later_points, hours_to, inverse, predict
 from megarl.predict.scaling.fit import Fit, fit
 from megarl.predict.scaling.points import Curve
 from megarl.predict.scaling.tables import reached
@@ -118,7 +118,7 @@ def test_inverse_of_each_form(form: str) -> None:
 def test_later_points_are_judged() -> None:
     curve = noisy(0.61, 1.92, 2542, 1)
     found = fit([curve], end=8000)
-    later = later_points(found, [curve])
+    later = errors_of_later_points(found, [curve])
     assert later is not None
     assert (later.n, later.until) == (16, 16_000)
     behind = curve.hours > 8000
@@ -126,7 +126,7 @@ def test_later_points_are_judged() -> None:
     assert later.mean_error == pytest.approx(errors.mean())
     assert abs(later.largest_error) == pytest.approx(np.abs(errors).max())
     assert later.inside >= 14
-    assert later_points(fit([curve]), [curve]) is None
+    assert errors_of_later_points(fit([curve]), [curve]) is None
 
 
 def test_thousands_of_later_points_are_judged_at_once() -> None:
@@ -134,10 +134,10 @@ def test_thousands_of_later_points_are_judged_at_once() -> None:
     curve = noisy(0.61, 1.92, 2542, 1, np.linspace(2000, 16_000, 3000))
     found = fit([curve], end=8000)
     began = time.monotonic()
-    later = later_points(found, [curve])
+    later = errors_of_later_points(found, [curve])
     assert time.monotonic() - began < 10
     assert later is not None
-    few = later_points(
+    few = errors_of_later_points(
         found, [replace(curve, hours=curve.hours[::60], pass_rate=curve.pass_rate[::60])]
     )
     assert few is not None

@@ -351,6 +351,13 @@ BAD = {
 }
 
 
+def test_equal_points_of_which_one_has_no_answers(tmp_path: Path) -> None:
+    rows = "0,.2,8\n10,.3,8\n10,.3,\n"
+    (curve,) = read_points(file(tmp_path, f"gpu_hours,pass_rate,answers\n{rows}"))
+    assert curve.pass_rate.tolist() == [0.3, 0.3]
+    assert curve.answers is None
+
+
 def test_how_many_answers_a_score_is_of(tmp_path: Path) -> None:
     assert (
         read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,800\n10,.3,800\n"))[0].answers

@@ -61,7 +61,7 @@ def play(
         prompt = Prompt(id="p", tokens=tokenizer.ids("3+4="), answer="7", task="t")
         try:
             return await asyncio.gather(
-                *(agents.session(prompt, (1, 0, n), policy, float) for n in range(count))
+                *(agents.run_session(prompt, (1, 0, n), policy, float) for n in range(count))
             )
         finally:
             await agents.close()

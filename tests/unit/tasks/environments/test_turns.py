@@ -532,7 +532,7 @@ class Asks:
     def work(self, task: str) -> bool:
         return True
 
-    async def session(
+    async def run_session(
         self,
         prompt: Prompt,
         order: tuple[int, int, int],

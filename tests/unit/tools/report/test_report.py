@@ -509,6 +509,15 @@ def test_bars_are_the_intervals_of_the_rows(ends: dict[str, float], bars: int) -
     assert found == [[0.4, 0.7]] * bars
 
 
+@pytest.mark.parametrize(("rows", "curves"), [(0, 0), (4, 0), (5, 1)])
+def test_tasks_are_drawn_before_their_first_evaluation(rows: int, curves: int) -> None:
+    """Training batches alone make a picture, once there is a running mean."""
+    axes = Figure().subplots()
+    training = [{"step": n, "pass_rate_train/math": 0.5} for n in range(rows)]
+    assert charts.by_task(axes, training, [], ["math"]) == bool(curves)
+    assert sum(np.size(line.get_xdata()) > 0 for line in axes.lines) == curves
+
+
 def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """The law's curve beside the points, as far as the run will go."""
     rundir = write_run(0)
