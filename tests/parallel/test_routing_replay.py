@@ -20,6 +20,7 @@ from tests.tiny import (
     tiny_deepseek_v3,
     tiny_gpt_oss,
     tiny_llama4,
+    tiny_minimax_m2,
     tiny_qwen3_5_moe,
     tiny_qwen3_moe,
 )
@@ -35,6 +36,7 @@ MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
         3,
         2,
     ),
+    "minimax_m2": (partial(tiny_minimax_m2, num_local_experts=4), 4, 3),
     "gpt_oss": (partial(tiny_gpt_oss, num_local_experts=4), 4, 3),
     "qwen3_5_moe": (partial(tiny_qwen3_5_moe, num_experts=4, num_experts_per_tok=2), 4, 2),
 }

@@ -403,9 +403,9 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     its weights are quantised.
     """
     config = read_config(hf_dir)
-    model = of(config, Path(hf_dir) / "config.json")
     quantization = config.get("quantization_config")
-    if quantization:
+    refused = any(name in str(config.get("architectures")) for name in REFUSED)
+    if quantization and not refused:  # else the conversion that this names would fail
         method = quantization
         if isinstance(quantization, dict):
             method = quantization.get("quant_method")
@@ -413,7 +413,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
             f"{hf_dir}: its weights are quantised (quant_method {method}), but megarl trains and"
             f" serves bf16; convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
         )
-    return model
+    return of(config, Path(hf_dir) / "config.json")
 
 
 def of(config: JsonObject, path: Path | str) -> Architecture:
