@@ -169,7 +169,7 @@ class _ScaledNorm(torch.autograd.Function):
         ctx.save_for_backward(x, inverse, weight)
         ctx.centered = centered
         normal = x_fp32 * inverse
-        if centered:
+        if weight is not None and centered:
             return normal.mul_(1.0 + weight.float()).to(x.dtype)
         normal = normal.to(x.dtype)
         if weight is None:

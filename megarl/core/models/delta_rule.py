@@ -139,7 +139,7 @@ def _carried(parts: _WithinChunks, steps: Sequence[int]) -> Tensor:
     carried from chunk to chunk. steps: number of chunks in each.
     """
     divided = (part.split(list(steps)) for part in parts)
-    outputs = []
+    outputs: list[Tensor] = []
     state = parts.values.new_zeros(())
     for step in zip(*divided, strict=True):
         values, reads, queries, scores, keys, rest = step

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.core.learner import checkpoint, optimizer, trained
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models import build, hf
 from megarl.core.models import checkpoint as models_checkpoint
+from megarl.core.models import hf
 from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama, tiny_qwen3_5
 from tests.unit.core.learner.training_step import sequences
