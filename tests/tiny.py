@@ -334,10 +334,11 @@ def _saved_delta(
     for name, values in exact.items():
         model.get_parameter(name).data = values
     model.save_pretrained(path)
-    # transformers 5.19 does not write it, and SGLang reads nothing else.
+    # transformers 5.19 does not write the interval, and SGLang reads nothing else.
     stored = json.loads((path / "config.json").read_text())
     text = stored.get("text_config", stored)
     text["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
+    text["dtype"] = stored["dtype"]
     (path / "config.json").write_text(json.dumps(stored, indent=2))
     return model.eval()
 

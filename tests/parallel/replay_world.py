@@ -102,7 +102,8 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     )
     off = abs(loss - expected["loss"]) / expected["magnitude"]
     say(f"{what}: gradients {worst:.1e}, loss {off:.1e}")
-    assert worst <= 2e-6, what
+    # A delta network amplifies roundings (tests/unit/core/models/test_families.py).
+    assert worst <= (1e-5 if trainer.policy.family.architecture.delta else 2e-6), what
     assert off <= 1e-6, what
     return sequences
 

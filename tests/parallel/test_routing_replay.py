@@ -38,7 +38,17 @@ MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
     ),
     "minimax_m2": (partial(tiny_minimax_m2, num_local_experts=4), 4, 3),
     "gpt_oss": (partial(tiny_gpt_oss, num_local_experts=4), 4, 3),
-    "qwen3_5_moe": (partial(tiny_qwen3_5_moe, num_experts=4, num_experts_per_tok=2), 4, 2),
+    "qwen3_5_moe": (
+        partial(
+            tiny_qwen3_5_moe,
+            num_experts=4,
+            num_experts_per_tok=2,
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+        ),
+        4,
+        2,
+    ),
 }
 EXPERTS = 4
 

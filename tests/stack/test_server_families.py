@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.hf_tensors import expected_shapes
@@ -402,9 +401,7 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
         nudge(chunks, 22)
         delta = await asyncio.to_thread(publish, 22)  # as differences
         hf.save(chunks, family, served.directory / "b", tmp_path / "nudged")
-        nudged = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "nudged", attn_implementation="eager"
-        ).eval()
+        nudged = type(models["b"]).from_pretrained(tmp_path / "nudged", attn_implementation="eager")
         assert (
             await asyncio.to_thread(difference, served.server.address.url, served.endpoints, nudged)
             < 1e-5

@@ -142,19 +142,19 @@ def test_a_bf16_model_keeps_its_exact_tensors(one_rank: None, tmp_path: Path) ->
     }
 
 
-def test_norms_add_one_in_float32(one_rank: None, tmp_path: Path) -> None:
-    """A bf16 weight of 2^-9 counts; 1 + 2^-9 is no bf16 number."""
+def test_norms_add_one_in_float32_and_round_once(one_rank: None, tmp_path: Path) -> None:
+    """Their bf16 outputs are the exact ones rounded, but for the few in the middle
+    between two numbers. A sum 1 + weight in bf16, or an output that is rounded before
+    it is multiplied, changes a quarter of them.
+    """
     tiny_qwen3_5(tmp_path, torch.bfloat16)
     (chunk,) = build.build(Model(path=str(tmp_path)), tmp_path)
-    norm = chunk.decoder.layers[3].input_layernorm
-    x = torch.tensor([[3.0] * 32 + [-3.0] * 32]).bfloat16()
-    with torch.no_grad():
-        norm.weight.fill_(2**-9)
-    exact = (1 + 2**-9) * x.float() / x.float().pow(2).mean().add(norm.eps).sqrt()
-    assert torch.equal(norm(x), exact.bfloat16())
-    with torch.no_grad():
-        norm.weight.fill_(2**-9 + 2**-8)
-    assert torch.equal(norm(x), (exact / (1 + 2**-9) * (1 + 2**-9 + 2**-8)).bfloat16())
+    hf.load([chunk], family_of(tmp_path), tmp_path)
+    norm = chunk.decoder.layers[0].input_layernorm
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mean_square = x.double().pow(2).mean(-1, keepdim=True)
+    exact = x.double() * (mean_square + norm.eps).rsqrt() * (1 + norm.weight.double())
+    assert (norm(x) != exact.bfloat16()).float().mean() <= 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
