@@ -169,6 +169,12 @@ def _servers(recipe: Recipe, allocation: Allocation) -> dict[Role, Place]:
             f" nodes; use a multiple of {size}"
         )
     count = max(1, width // size)
+    if count > 1 and recipe.serving.attention_copies > 1:
+        raise MegarlError(
+            f"serving.attention_copies: a server of {width} GPUs takes {count} nodes, between which"
+            f" SGLang would send requests over ports without a key; set it to 1, or {key} to at"
+            f" most {size}"
+        )
     placed = {}
     for i in range(servers):
         candidates = allocation.with_free(width) if count == 1 else allocation.idle()

@@ -45,7 +45,7 @@ from megarl.core.base.process import (
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir
 from megarl.core.client.client import LARGEST_SUPPORT, ServerClient, ServerSaid
 from megarl.core.client.servable import OWN_EVERYWHERE, check, check_gpus, check_kernels
-from megarl.core.engine import memory_saver, workers
+from megarl.core.engine import copies, memory_saver, workers
 from megarl.core.engine.proxy import Gate, OwnReplies
 from megarl.core.recipe import Recipe
 
@@ -122,7 +122,8 @@ def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints
     arguments |= precision_arguments(recipe, capability[0])
     fp8 = recipe.serving.quantization == "fp8"
     limits = (recipe.weights.timeout_s, recipe.start_limit_s)
-    scheduler = partial(workers.scheduler, *limits, model.experts, fp8)
+    attention_copies = recipe.serving.attention_copies
+    scheduler = partial(workers.scheduler, *limits, model.experts, fp8, attention_copies)
     try:
         launch_server(
             ServerArgs(**arguments),
@@ -152,6 +153,9 @@ def patch_sglang(recipe: Recipe) -> None:
         fp16_on_cpu.install()
     workers.own_ports()
     workers.own_requests()
+    if recipe.serving.attention_copies > 1:
+        copies.own_answers()
+        copies.own_sockets()
     workers.own_further_nodes()
 
 
@@ -177,7 +181,7 @@ def check_kv(recipe: Recipe, most_input: int) -> None:
     would cut requests short there, and refuse to continue them. most_input: its
     max_req_input_len, which counts what it keeps free.
     """
-    longest = min(context_length(recipe), recipe.serving.kv_tokens or sys.maxsize)
+    longest = min(context_length(recipe), recipe.serving.sequence_kv_tokens or sys.maxsize)
     room = most_input + KEPT_FROM_INPUT - 1
     if room >= longest:
         return
@@ -328,7 +332,7 @@ def engine_arguments(
     """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention
     backend, CUDA graphs of decode steps).
     """
-    arguments = model_arguments(recipe, index, host, port)
+    arguments = model_arguments(recipe, index, host, port) | copies_arguments(recipe)
     if cuda:
         return arguments | cuda_arguments(recipe)
     return arguments | CPU_ARGUMENTS
@@ -338,6 +342,7 @@ def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[st
     """Return the ServerArgs that are the same with and without a GPU."""
     serving = recipe.serving
     weights = recipe.weights
+    scorings = 2 * PARITY_ROLLOUTS * serving.attention_copies
     model = in_directory(recipe.model.path)
     return {
         "model_path": recipe.model.path,
@@ -354,10 +359,10 @@ def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[st
         "ep_size": recipe.expert_ranks,
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more
-        "max_total_tokens": serving.kv_tokens,
+        "max_total_tokens": serving.sequence_kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a
         # publication.
-        "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
+        "max_running_requests": serving.max_running_requests + scorings,
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for
@@ -372,6 +377,14 @@ def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[st
         "log_level": "info",
         "log_level_http": "warning",
     }
+
+
+def copies_arguments(recipe: Recipe) -> dict[str, object]:
+    """Return the ServerArgs of a server with several copies of the attention."""
+    attention_copies = recipe.serving.attention_copies
+    if attention_copies == 1:
+        return {}
+    return {"attn_dp_size": attention_copies, "load_balance_method": "total_requests"}
 
 
 CPU_ARGUMENTS: dict[str, object] = {
@@ -390,11 +403,12 @@ CPU_ARGUMENTS: dict[str, object] = {
 def cuda_arguments(recipe: Recipe) -> dict[str, object]:
     """Return the ServerArgs of a server with GPUs."""
     experts = in_directory(recipe.model.path).experts
+    serving = recipe.serving
     return {
         "device": "cuda",
         # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32
         # on a 40 GB one, and runs more without.
-        "cuda_graph_max_bs_decode": recipe.serving.max_running_requests,
+        "cuda_graph_max_bs_decode": -(-serving.max_running_requests // serving.attention_copies),
         # By default prefills replay graphs, too. On some models these computed wrong
         # tokens (SGLang's issues 37606 and 37448, open in November 2026), and the
         # servers' time goes into decoding.
