@@ -2,7 +2,7 @@
 server, against a bare broadcast of the same bytes over the same kind of group.
 
     python -m benchmarks.publication [--layers 12] [--hidden 768] [--experts 0]
-    [--bucket-mb 64] [--repeats 5]
+    [--expert-width 32] [--server-ranks 1] [--bucket-mb 64] [--repeats 5]
 
     sum       torch.sum of a bucket of random bytes as floats, over and over
     checksum  sync/checksum.py of the same bytes
@@ -18,14 +18,15 @@ server, against a bare broadcast of the same bytes over the same kind of group.
               parallel
     pause     part of whole, from the pause to the reply that the server goes on
 
-Then it prints, in MiB, the peak memory of learner and server, and of the server before
-its first publication.
+Then it prints the least CPU seconds that the server took for a publication, in how many
+tensors and buckets it came, and, in MiB, the peak memory of learner and server, and of
+the server before its first publication.
 
 The rows of a table are repeated in turn, so that other load on the machine affects all
 of them. The passes run on one thread of the CPU. There are one learner rank and one
-server; gloo without a GPU. With --experts the model is a Qwen3-MoE whose experts are so
-small that calls, not bytes, take the time. --alone: only gather, hash and apart, in CPU
-seconds, without a server.
+server; gloo without a GPU. With --experts the model is a Qwen3-MoE, whose experts are
+so small, unless --expert-width says otherwise, that calls, not bytes, take the time.
+--alone: only gather, hash and apart, in CPU seconds, without a server.
 """
 
 import argparse
@@ -62,11 +63,10 @@ from megarl.core.sync.checksum import checksum
 from megarl.core.sync.process_group import VIEWS, ProcessGroupTransport, backend
 from megarl.core.sync.publisher import Publisher
 from megarl.core.sync.sent_deltas import LastSent
+from megarl.core.sync.served_weights import ServedWeights
 from megarl.core.sync.transport import Bucket, Sent, SentChecksums, buckets
 
 LIMIT_S = 120.0
-EXPERT_WIDTH = 32
-"""Columns of an expert: with 128 of the model, a tensor has 16 KiB."""
 PASSES = 20
 """Buckets in one repetition of a pass."""
 
@@ -76,6 +76,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense Llama")
+    parser.add_argument(
+        "--expert-width", type=int, default=32, help="columns; of 32 by 128, a tensor has 16 KiB"
+    )
+    parser.add_argument("--server-ranks", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -85,16 +89,12 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.alone:
         with tempfile.TemporaryDirectory() as directory:
-            recipe = make(
-                Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb
-            )
+            recipe = made(Path(directory), options)
             learner_alone(recipe, options.repeats)
         return
     passes(options.bucket_mb << 20, options.repeats)
     with tempfile.TemporaryDirectory() as directory:
-        recipe = make(
-            Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb
-        )
+        recipe = made(Path(directory), options)
         with served(recipe) as server:
             measure(recipe, server.endpoints, server.process.pid, options.repeats)
 
@@ -144,7 +144,27 @@ def show(title: str, seconds: dict[str, list[float]], size: int, standard: str) 
         print(f"{name:>10} {median:>8.2f} {size / 1e6 / median:>7.0f} {share:>8.2f}", flush=True)
 
 
-def make(directory: Path, layers: int, hidden: int, experts: int, bucket_mb: int) -> Recipe:
+def made(directory: Path, options: argparse.Namespace) -> Recipe:
+    return make(
+        directory,
+        options.layers,
+        options.hidden,
+        options.bucket_mb,
+        options.experts,
+        options.expert_width,
+        options.server_ranks,
+    )
+
+
+def make(
+    directory: Path,
+    layers: int,
+    hidden: int,
+    bucket_mb: int,
+    experts: int = 0,
+    expert_width: int = 32,
+    server_ranks: int = 1,
+) -> Recipe:
     """Write a random fp32 Llama, or a Qwen3-MoE with this many experts; return a recipe
     to serve it.
     """
@@ -162,7 +182,7 @@ def make(directory: Path, layers: int, hidden: int, experts: int, bucket_mb: int
         of_experts = {
             "num_experts": experts,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": EXPERT_WIDTH,
+            "moe_intermediate_size": expert_width,
         }
         config = Qwen3MoeConfig(**sizes, **of_experts, head_dim=64)
         Qwen3MoeForCausalLM(config).save_pretrained(directory / "model")
@@ -175,6 +195,7 @@ def make(directory: Path, layers: int, hidden: int, experts: int, bucket_mb: int
             "length": {"prompt_tokens": 100, "thinking_tokens": [100, 100], "answer_tokens": 100},
             "serving": {"kv_tokens": 4096, "max_running_requests": 8},
             "weights": {"bucket_mb": bucket_mb},
+            "resources": {"server_tensor_parallel": server_ranks},
         }
     )
 
@@ -197,15 +218,16 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
             return sent
 
     publisher = Publisher(recipe, endpoints, chunks, family)
-    publisher._transport = Timed(
-        chunks, family, LastSent(1), limit, recipe.weights.timeout_s, links=1
-    )
-    address = ServerAddress(id=0, url=endpoints.servers[0])
+    weights = ServedWeights(chunks, family, fp8=False)
+    ranks = recipe.resources.server_tensor_parallel
+    publisher._transport = Timed(weights, LastSent(1), limit, recipe.weights.timeout_s, ranks)
+    address = ServerAddress(id=0, url=endpoints.servers[0], tensor_parallel=ranks)
 
     def exported() -> Iterator[tuple[str, Tensor]]:
         return hf.export(chunks, family, stacked=False)
 
     pauses: list[float] = []
+    used: list[float] = []
     peer, group = receiver([len(b.flat) for b in buckets(exported(), limit)])
     version = 0
 
@@ -231,7 +253,9 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
         nonlocal version
         version += 1
         command = Publish(version=version, servers=(address,))
+        used_before = cpu_seconds(server)
         published = publisher.publish(command, "benchmark")
+        used.append(cpu_seconds(server) - used_before)
         assert published is not None
         assert not published.results[0].error, published.results[0].error
         pauses.append(published.pause_seconds + published.resume_seconds)
@@ -249,6 +273,11 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
         f" of {repeats}"
     )
     show(title, seconds, size, "bare")
+    sent = [len(bucket.names) for bucket in buckets(exported(), limit, limit / VIEWS)]
+    print(
+        f"server {min(used):.2f} CPU s for {sum(sent)} tensors in {len(sent)} buckets, received by"
+        f" {ranks} ranks"
+    )
     print(
         f"learner {most(os.getpid())}, server {memory(server)}, before its first publication"
         f" {before}"
@@ -309,6 +338,12 @@ def memory(server: int) -> int:
     scheduler, which owns the model.
     """
     return max(most(process.pid) for process in psutil.Process(server).children(recursive=True))
+
+
+def cpu_seconds(server: int) -> float:
+    """Return what a server's processes have used so far."""
+    main = psutil.Process(server)
+    return sum(sum(p.cpu_times()[:2]) for p in (main, *main.children(recursive=True)))
 
 
 def broadcast(bucket: Bucket, group: BroadcastGroup) -> int:

@@ -8,6 +8,8 @@ warnings   what is allowed and most likely a mistake
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from megarl.run import devices
 from megarl.tasks.data.chat import template_source
 from megarl.tasks.data.mappings import mapping_of
 from megarl.tasks.data.prompts import load_tasks
-from megarl.tasks.data.rows import UnfitError
+from megarl.tasks.data.rows import PromptRow, UnfitError
 from megarl.tasks.data.sources import Unreadable, stream
 
 SHOWN_PROMPT = 400
@@ -29,6 +31,10 @@ BUSY = 3.0
 """Running processes and threads for each core from which a machine is called busy. A
 warm start that has just ended, which uses all cores, leaves 1 to 2 in the load average.
 """
+ANSWERS = 1000
+"""Rows of a task whose expected answers are compared with the limit of an answer."""
+WRITTEN_AS_EXPECTED = ("math", "exact")
+"""Graders to which an answer is right if it is the expected one, in words or value."""
 NAMED_SECTIONS = ("data.tasks", "data.services", "evaluation.suites")
 
 
@@ -140,6 +146,8 @@ def warnings(recipe: Recipe) -> Iterator[str]:
                 " prompts are given without it (template: raw); set template: chat, or template:"
                 " raw if that is meant"
             )
+        if task.grader in WRITTEN_AS_EXPECTED:
+            yield from _long_answers(recipe, name, tokenizer)
     end = recipe.length.end_of_thinking.strip()
     is_token = tokenizer.backend.token_to_id(end) is not None
     # a warm start (sft.data) teaches the model to write it
@@ -160,16 +168,47 @@ def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
     """
     added = tokenizer.backend.get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
+    for _, row in _readable(task):
+        prompt = tokenizer.ids(row.prompt)
+        return bool(special & set(prompt.tolist()))
+    return False
+
+
+def _long_answers(recipe: Recipe, name: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Warn if the policy may not write as many tokens as some of a task's expected
+    answers have.
+    """
+    task = recipe.data.tasks[name]
+    key = "length.answer_tokens"
+    limit = recipe.length.answer_tokens
+    if recipe.length.control != "interruption":
+        key = "length.*"
+        limit = recipe.length.completion_tokens
+    too_long = []
+    for number, row in islice(_readable(task), ANSWERS):
+        shortest = min(row.answers, key=len)
+        # A token is at least a byte.
+        if len(shortest.encode()) <= limit:
+            continue
+        tokens = len(tokenizer.ids(shortest))
+        if tokens > limit:
+            too_long.append(f"{task.train}:{number} has {tokens:,}")
+    if too_long:
+        yield (
+            f"data.tasks.{name}: {counted(len(too_long), 'expected answer')} of the first"
+            f" {ANSWERS:,} rows with more tokens than the policy may answer with ({key}:"
+            f" {limit:,}): {too_long[0]}; raise the limit, or leave such rows out"
+        )
+
+
+def _readable(task: Task) -> Iterator[tuple[int, PromptRow]]:
+    """Yield the number and content of each of the task's rows that can be read."""
     read = mapping_of(task.mapping, task.columns)
-    for _, raw in stream(task.train):
+    for number, raw in stream(task.train):
         if isinstance(raw, Unreadable):
             continue
-        try:
-            prompt = tokenizer.ids(read(raw).prompt)
-            return bool(special & set(prompt.tolist()))
-        except UnfitError:
-            continue
-    return False
+        with suppress(UnfitError):
+            yield number, read(raw)
 
 
 def _busy(recipe: Recipe) -> Iterator[str]:

@@ -172,6 +172,12 @@ def _servers(recipe: Recipe, allocation: Allocation) -> dict[Role, Place]:
             f" whole nodes; use a multiple of {node_width}"
         )
     node_count = max(1, width // node_width)
+    if node_count > 1 and recipe.serving.attention_copies > 1:
+        raise MegarlError(
+            f"serving.attention_copies: a server of {width} GPUs takes {node_count} nodes, between"
+            f" which SGLang would send requests over ports without a key; set it to 1, or {key} to"
+            f" at most {node_width}"
+        )
     slots_each = width // node_count
     placed = {}
     for i in range(servers):

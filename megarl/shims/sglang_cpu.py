@@ -25,7 +25,9 @@ nothing.
    token of the vocabulary: for 96 rows of 49,152 tokens that takes 140 ms of a core,
    two thirds of a decode step of a model of 135 million parameters.
 8. Experts of other ranks (serving.expert_parallel) are skipped.
-9. `install` makes torch.compile return its function: launch.py disables it, but each
+9. Outputs of whole experts are summed and divided among copies of the attention by an
+   all-reduce (serving.attention_copies); SGLang would use NCCL.
+10. `install` makes torch.compile return its function: launch.py disables it, but each
    use would still import the compiler (1 to 2 CPU-seconds).
 """
 
@@ -50,7 +52,7 @@ BLOCK = 256
 
 
 def install() -> None:
-    """Apply 1 and 9 of the list at the top to this process. Idempotent."""
+    """Apply 1 and 10 of the list at the top to this process. Idempotent."""
     if torch.cuda.is_available():
         return
     torch.compile = _not_compiled
@@ -62,9 +64,10 @@ def install() -> None:
 
 
 def patch() -> None:
-    """Apply 2 to 8 of the list at the top of this file to this process."""
+    """Apply 2 to 9 of the list at the top of this file to this process."""
     if torch.cuda.is_available():
         return
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.entrypoints import engine
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.pool_host import common
@@ -85,6 +88,7 @@ def patch() -> None:
     engine._set_envs_and_config = prepare_then_fork
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     ATTENTION_BACKENDS["torch_native"] = BatchedDecode
+    GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
 
 

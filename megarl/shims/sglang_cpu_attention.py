@@ -124,6 +124,12 @@ class BatchedDecode(TorchNativeAttnBackend):
         self._sinks = sinks
         return super().forward_decode(*args, **options)
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a request that fills a batch, where copies of the
+        attention compute equally many tokens (core/engine/copies.py).
+        """
+        return 1
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Make what all layers share in this step."""
         super().init_forward_metadata(forward_batch)

@@ -46,6 +46,10 @@ IN_FP8 = ("qwen3-8b", "qwen3-30b-a3b")
 """Models of servers in FP8."""
 
 
+WITH_COPIES = ("deepseek-v3", "glm-4.5")
+"""Models of servers with a copy of the attention on each GPU."""
+
+
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: object = None
@@ -124,6 +128,12 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]
             )
         for config in DELTA:
             yield config, *asked_and_made(recipes.load("scalerl-8b", [model(config)]))
+        for config in WITH_COPIES:
+            keys = ["resources.server_tensor_parallel=8", "serving.attention_copies=8"]
+            recipe = recipes.load(
+                "scalerl-8b", [model(config), *keys, "serving.expert_parallel=true"]
+            )
+            yield f"{config}-copies", *asked_and_made(recipe)
         for name, ranks in SPANNING.items():
             wide = [model(name), f"resources.server_tensor_parallel={ranks}"]
             yield name, *asked_and_made(recipes.load("scalerl-8b", wide), ranks // 8)

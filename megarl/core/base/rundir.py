@@ -258,6 +258,26 @@ def writing(path: Path) -> Iterator[None]:
         raise MegarlError(f"{path}: cannot be written: {error.strerror}; {advice}") from None
 
 
+@contextmanager
+def made_directory(path: Path) -> Iterator[None]:
+    """Make a folder for what is written meanwhile. If that fails before there is
+    anything in it, neither it nor a folder made above it is left. MegarlError if the
+    folder cannot be made.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot make this directory: {error.strerror}") from None
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # that a folder is not empty
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace a file in one rename, so that readers see the old contents or the new,
     never a part.

@@ -327,16 +327,18 @@ class ServerClient:
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
+        group: str | None = None,
         ignore_eos: bool = False,
         routing_from: int | None = None,
         started: Callable[[], None] = lambda: None,
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
         Cancelling aborts the request on the server. cache_salt: requests with different
-        salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
-        (benchmarks). routing_from: also return the experts chosen from this position of
-        `input_ids` on. started: called whenever tokens arrive; the server's cache then
-        has the input.
+        salts share no cached prefixes. group: requests of a group go to the same copy
+        of the attention, if the server has several. ignore_eos: go on to
+        `max_new_tokens` (benchmarks). routing_from: also return the experts chosen from
+        this position of `input_ids` on. started: called whenever tokens arrive; the
+        server's cache then has the input.
         """
         sampling = {
             "max_new_tokens": max_new_tokens,
@@ -354,6 +356,7 @@ class ServerClient:
             "return_routed_experts": routing_from is not None,
             "routed_experts_start_len": routing_from or 0,
             "cache_salt": cache_salt,
+            "routing_key": group,
             "stream": True,
         }
         return await self._generate(body, started)
@@ -483,13 +486,17 @@ class ServerClient:
         return int(reply["weight_version"])
 
     async def current_load(self) -> ServerLoad:
-        """Return how busy the server is, as its scheduler last reported."""
+        """Return how busy the server is, as its scheduler last reported; of several,
+        one for each copy of the attention, what the fullest one uses.
+        """
         reply = await self._call("ask for its load", "/v1/loads", key=self._api_key)
         try:
-            (load,) = reply["loads"]
-            return ServerLoad(float(load["token_usage"]), int(load["num_waiting_reqs"]))
+            loads = reply["loads"]
+            usage = max(float(load["token_usage"]) for load in loads)
+            waiting = sum(int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError):
             raise self.error("ask for its load", f"an answer without it: {reply}") from None
+        return ServerLoad(usage, waiting)
 
     async def begin_update(self) -> None:
         """Open an update of weights; first close one that a lost learner left open."""

@@ -13,6 +13,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import PARITY_ROLLOUTS
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.model import FP8_BLOCK
+from megarl.core.recipe.servers import Serving
 
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its
@@ -51,12 +52,13 @@ def check(recipe: Recipe, cuda: bool) -> None:
     _check_llama4(path, model, longest, cuda)
     if problem := experts_problem(recipe, model, recipe.expert_ranks):
         raise MegarlError(f"serving.expert_parallel: {path}: {problem}")
+    if problem := copies_problem(recipe, model):
+        raise MegarlError(f"serving.attention_copies: {path}: {problem}")
     ranks = recipe.resources.server_tensor_parallel if cuda else 1
-    whole_experts = recipe.serving.expert_parallel
-    indivisible = undivided(model, ranks, whole_experts)
+    indivisible = undivided(model, ranks, recipe.serving)
     if indivisible:  # every rank would end with an assertion
         fewer_ranks = range(ranks - 1, 0, -1)
-        usable = next(n for n in fewer_ranks if not undivided(model, n, whole_experts))
+        usable = next(n for n in fewer_ranks if not undivided(model, n, recipe.serving))
         raise MegarlError(
             f"resources.server_tensor_parallel: SGLang cannot divide the {indivisible} of {path}"
             f" among a server's {ranks} GPUs; use {usable} or another divisor"
@@ -103,9 +105,13 @@ def _check_lengths(recipe: Recipe, model: Architecture, cuda: bool) -> None:
             " of the memory; about serving.max_running_requests x typical length, at least"
             f" {longest}"
         )
-    if serving.kv_tokens is not None and serving.kv_tokens < longest:
+    room = serving.sequence_kv_tokens
+    if room is not None and room < longest:
+        share = ""
+        if serving.attention_copies > 1:
+            share = f" for each copy of the attention (serving.attention_copies), {room},"
         raise MegarlError(
-            f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of"
+            f"serving.kv_tokens: {serving.kv_tokens}{share} cannot hold one longest sequence of"
             f" {longest} tokens (length.*)"
         )
 
@@ -140,6 +146,21 @@ def experts_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
             " divisor of them (resources.server_tensor_parallel), or set it to false"
         )
     return ""
+
+
+WITH_COPIES = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+"""Architectures of which a server may have several copies of the attention. Others were
+not tried.
+"""
+
+
+def copies_problem(recipe: Recipe, model: Architecture) -> str:
+    """Return why servers cannot have as many copies of this model's attention as the
+    recipe asks for; empty if they can.
+    """
+    if recipe.serving.attention_copies == 1 or model.name in WITH_COPIES:
+        return ""
+    return f"is for {', '.join(WITH_COPIES)}, not {model.name}; set it to 1"
 
 
 IN_FP8 = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -224,10 +245,12 @@ STATES_ON_CPU = 3
 
 
 def running_requests(recipe: Recipe) -> int:
-    """Return how many requests SGLang is to run at once. Scoring for parity must not
-    wait for a place: as a rollout ends, and after a publication.
+    """Return how many requests SGLang is to run at once, in all copies of the attention
+    together. In none may scoring for parity wait for a place: as a rollout ends, and
+    after a publication.
     """
-    return recipe.serving.max_running_requests + 2 * PARITY_ROLLOUTS
+    scorings = 2 * PARITY_ROLLOUTS * recipe.serving.attention_copies
+    return recipe.serving.max_running_requests + scorings
 
 
 def state_slots(recipe: Recipe, cuda: bool) -> int:
@@ -236,22 +259,25 @@ def state_slots(recipe: Recipe, cuda: bool) -> int:
     return slots * running_requests(recipe)
 
 
-def undivided(model: Architecture, ranks: int, whole_experts: bool) -> str:
+def undivided(model: Architecture, ranks: int, serving: Serving) -> str:
     """Return what of the model SGLang cannot divide among a server's GPUs, such as `28
-    attention heads`; empty if nothing. whole_experts: as in unquantisable. It copies
-    heads of k and v to several GPUs if there are more of these.
+    attention heads`; empty if nothing. It copies heads of k and v to several GPUs if
+    there are more of these.
     """
+    heads_ranks = max(1, ranks // serving.attention_copies)
+    if model.heads % heads_ranks:
+        return f"{model.heads} attention heads"
     dense = model.feed_forward if model.moe_layers < model.layers else 0
-    sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
-    if whole_experts:
+    sizes = [(dense, "columns of an MLP")]
+    if serving.expert_parallel:
         sizes.append((model.experts, "experts"))
     else:
         sizes.append((model.expert_feed_forward, "columns of an expert"))
     sizes.append((model.shared_feed_forward, "columns of a shared expert"))
-    if not model.latent and ranks % model.groups:
-        sizes.append((model.groups, "key-value heads"))
     if model.delta:
         sizes.append((model.delta.key_heads, "key heads of a delta network"))
+    if not model.latent and heads_ranks % model.groups and model.groups % heads_ranks:
+        return f"{model.groups} key-value heads"
     return next((f"{size} {name}" for size, name in sizes if size % ranks), "")
 
 
@@ -259,7 +285,8 @@ def positions(recipe: Recipe) -> int:
     """Return how many tokens of one sequence a server has room for:
     `length.context_tokens` or more (`check`).
     """
-    return min(in_directory(recipe.model.path).context, recipe.serving.kv_tokens or sys.maxsize)
+    context = in_directory(recipe.model.path).context
+    return min(context, recipe.serving.sequence_kv_tokens or sys.maxsize)
 
 
 def check_kernels() -> None:

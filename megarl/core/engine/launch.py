@@ -51,7 +51,7 @@ from megarl.core.client.servable import (
     check_kernels,
     running_requests,
 )
-from megarl.core.engine import memory_saver, workers
+from megarl.core.engine import copies, memory_saver, workers
 from megarl.core.engine.proxy import Gate, OwnReplies
 from megarl.core.engine.states import (
     DTYPES,
@@ -136,7 +136,8 @@ def serve(recipe: Recipe, index: int, port: int, host: str, endpoints: Endpoints
     arguments |= precision_arguments(recipe, capability[0])
     fp8 = recipe.serving.quantization == "fp8"
     limits = (recipe.weights.timeout_s, recipe.start_limit_s)
-    scheduler = partial(workers.scheduler, *limits, model.experts, fp8)
+    attention_copies = recipe.serving.attention_copies
+    scheduler = partial(workers.scheduler, *limits, model.experts, fp8, attention_copies)
     try:
         launch_server(
             ServerArgs(**arguments),
@@ -166,6 +167,9 @@ def patch_sglang(recipe: Recipe) -> None:
         fp16_on_cpu.install()
     workers.own_ports()
     workers.own_requests()
+    if recipe.serving.attention_copies > 1:
+        copies.own_answers()
+        copies.own_sockets()
     workers.own_further_nodes()
 
 
@@ -193,7 +197,7 @@ def check_kv(recipe: Recipe, most_input: int) -> None:
     would cut requests short there, and refuse to continue them. most_input: its
     max_req_input_len, which counts what it keeps free.
     """
-    longest = min(context_length(recipe), recipe.serving.kv_tokens or sys.maxsize)
+    longest = min(context_length(recipe), recipe.serving.sequence_kv_tokens or sys.maxsize)
     room = most_input + KEPT_FROM_INPUT - 1
     if room >= longest:
         return
@@ -344,7 +348,7 @@ def engine_arguments(
     """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention
     backend, CUDA graphs of decode steps).
     """
-    arguments = model_arguments(recipe, index, host, port)
+    arguments = model_arguments(recipe, index, host, port) | copies_arguments(recipe)
     arguments |= state_arguments(recipe, in_directory(recipe.model.path), cuda)
     if cuda:
         return arguments | cuda_arguments(recipe)
@@ -371,7 +375,7 @@ def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[st
         "ep_size": recipe.expert_ranks,
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more
-        "max_total_tokens": serving.kv_tokens,
+        "max_total_tokens": serving.sequence_kv_tokens,
         "max_running_requests": running_requests(recipe),
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
@@ -387,6 +391,14 @@ def model_arguments(recipe: Recipe, index: int, host: str, port: int) -> dict[st
         "log_level": "info",
         "log_level_http": "warning",
     }
+
+
+def copies_arguments(recipe: Recipe) -> dict[str, object]:
+    """Return the ServerArgs of a server with several copies of the attention."""
+    attention_copies = recipe.serving.attention_copies
+    if attention_copies == 1:
+        return {}
+    return {"attn_dp_size": attention_copies, "load_balance_method": "total_requests"}
 
 
 CPU_ARGUMENTS: dict[str, object] = {
@@ -405,11 +417,12 @@ CPU_ARGUMENTS: dict[str, object] = {
 def cuda_arguments(recipe: Recipe) -> dict[str, object]:
     """Return the ServerArgs of a server with GPUs."""
     experts = in_directory(recipe.model.path).experts
+    serving = recipe.serving
     return {
         "device": "cuda",
         # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32
         # on a 40 GB one, and runs more without.
-        "cuda_graph_max_bs_decode": recipe.serving.max_running_requests,
+        "cuda_graph_max_bs_decode": -(-serving.max_running_requests // serving.attention_copies),
         # By default prefills replay graphs, too. On some models these computed wrong
         # tokens (SGLang's issues 37606 and 37448, open in November 2026), and the
         # servers' time goes into decoding.

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.process import die_with_parent, shared_memory_mark
+from megarl.core.engine.copies import own_draws, own_sleep
 
 EARLIER = 0.75
 """A server gives up waiting for a bucket after this share of the learner's limit, so
@@ -38,13 +39,15 @@ def scheduler(
     start_limit_s: float,
     experts: int,
     fp8: bool,
+    copies: int,
     *args: object,
     **kwargs: object,
 ) -> None:
     """Run the process that owns the model. weights_limit_s: how long the learner waits
     for a bucket (weights.timeout_s). start_limit_s: of the server's start
     (Recipe.start_limit_s). experts: of the model in each layer, 0 if it is dense. fp8:
-    its linear maps are in FP8 (serving.quantization).
+    its linear maps are in FP8 (serving.quantization). copies: of the attention
+    (serving.attention_copies).
     """
     without_megatron()
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -63,6 +66,9 @@ def scheduler(
     if fp8:
         own_quantising()
     own_routing(experts)
+    if copies > 1:
+        own_draws()
+        own_sleep()
     # It would warn at each bucket about all parameters that are not in it: 1.7 TB of
     # logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)

@@ -196,11 +196,23 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _serving(r: Recipe) -> Iterator[str]:
-    """Check how servers divide experts, and what they may compute in FP8."""
+    """Check what a server's GPUs divide, and what they may compute in FP8."""
     if r.serving.expert_parallel and r.resources.server_tensor_parallel == 1:
         yield (
             "serving.expert_parallel: divides the experts among a server's GPUs, and with"
             " resources.server_tensor_parallel of 1 there is one; set it to false"
+        )
+    copies = r.serving.attention_copies
+    ranks = r.resources.server_tensor_parallel
+    if ranks % copies:
+        yield (
+            f"serving.attention_copies: {copies} copies cannot have equally many of a server's"
+            f" {ranks} GPUs (resources.server_tensor_parallel); use a divisor of {ranks}"
+        )
+    if r.serving.max_running_requests < copies:
+        yield (
+            f"serving.max_running_requests: {r.serving.max_running_requests} requests are fewer"
+            f" than the copies of the attention (serving.attention_copies: {copies}); raise it"
         )
     if r.model.dtype == "bf16":
         return

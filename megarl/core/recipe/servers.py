@@ -87,6 +87,23 @@ class Serving(Section):
             " of every expert"
         ),
     )
+    attention_copies: int = Field(
+        1,
+        ge=1,
+        description=(
+            "copies of the attention among a server's GPUs, each with requests and a KV cache of"
+            " its own; 1: all GPUs divide its heads"
+        ),
+    )
+
+    @property
+    def sequence_kv_tokens(self) -> int | None:
+        """The most tokens of one sequence for which a server has KV memory, which is
+        that of one copy of the attention; None: unknown before it has started.
+        """
+        if self.kv_tokens is None:
+            return None
+        return self.kv_tokens // self.attention_copies
 
     @property
     def fp8_keys(self) -> tuple[str, ...]:

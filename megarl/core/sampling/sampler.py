@@ -392,6 +392,7 @@ class Sampler:
                 top_p=job.top_p,
                 stop_token_ids=stop_tokens,
                 cache_salt=job.salt,
+                group=f"{job.order[0]}/{job.order[1]}",
                 routing_from=_unknown_experts_from(job, completion),
                 started=job.started,
             )

@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
-from megarl.core.client.servable import attention_problem, experts_problem, fp8_problem, undivided
+from megarl.core.client.servable import (
+    attention_problem,
+    copies_problem,
+    experts_problem,
+    fp8_problem,
+    undivided,
+)
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.learner import Learner
 from megarl.core.recipe.rules import impossible, impossible_for
@@ -370,14 +376,19 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     shape = problem.shape
     gpu = problem.gpu
     longest = problem.recipe.length.context_tokens
-    whole_experts = problem.recipe.serving.expert_parallel
-    if whole_experts and ranks == 1:
+    serving = problem.recipe.serving
+    copies = serving.attention_copies
+    if serving.expert_parallel and ranks == 1:
         return "server TP 1: has no GPUs among which to divide experts (serving.expert_parallel)"
     if reason := experts_problem(problem.recipe, shape, ranks):
         return f"server TP {ranks}: serving.expert_parallel: {reason}"
-    if sizes := undivided(shape, ranks, whole_experts):
+    if ranks % copies:
+        return f"server TP {ranks}: is no multiple of serving.attention_copies ({copies})"
+    if reason := copies_problem(problem.recipe, shape):
+        return f"serving.attention_copies: {reason}"
+    if sizes := undivided(shape, ranks, serving):
         return f"server TP {ranks}: does not divide {sizes}"
-    fp8_keys = problem.recipe.serving.fp8_keys
+    fp8_keys = serving.fp8_keys
     if fp8_keys and not gpu.fp8:
         return f"{fp8_keys[0]}: {gpu.name} has no FP8 products"
     if reason := fp8_problem(problem.recipe, shape, ranks):
@@ -392,8 +403,10 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     needed = memory.server(recipe, shape, gpu.memory)
     room = gpu.usable - needed.weights - needed.states - needed.transient
     fitting = replace(needed, kv=min(needed.kv, max(room, 0.0)))
-    if fitting.kv_tokens < longest:
-        largest_part = "weights" if needed.kv_tokens < longest else "weights and logits"
+    if fitting.kv_tokens < copies * longest:
+        largest_part = "weights and logits"
+        if needed.kv_tokens < copies * longest:
+            largest_part = "weights"
         if needed.states:
             largest_part += " and states of delta networks (serving.max_running_requests)"
         return f"server TP {ranks}: {largest_part} leave no room for the KV of one longest sequence"

@@ -272,15 +272,17 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
     """Return the memory of a server with resources.server_tensor_parallel GPUs of this
     size. If the model has experts, each rank of SGLang keeps those of every layer as
     int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
-    state_capturer/base.py).
+    state_capturer/base.py). A token's k and v are in one copy of the attention only;
+    kv_token is the mean over the server's GPUs.
     """
     ranks = recipe.resources.server_tensor_parallel
     running = recipe.serving.max_running_requests
-    weights = served_bytes(recipe, shape) / ranks
+    copies = recipe.serving.attention_copies
+    weights = server_rank_bytes(recipe, shape)
     rows_of_logits = max(running / ranks, SCORED_AT_ONCE)
     logits = FP32 * rows_of_logits * shape.vocabulary
     landings = 2 if recipe.stages_weights else 1
-    kv_token = kv_bytes(shape, ranks, kv_width(recipe))
+    kv_token = kv_bytes(shape, ranks // copies, kv_width(recipe)) / copies
     share = recipe.serving.memory_fraction or ASSUMED.static_share
     most_kv = (recipe.serving.kv_tokens or math.inf) * kv_token
     states = slot_bytes(recipe, shape) * state_slots(recipe, cuda=True)
@@ -292,7 +294,7 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
         kv_token=kv_token,
         transient=logits + landings * largest_bucket(recipe, shape),
         staged=weights if recipe.stages_weights else 0.0,
-        routed_token=INT32 * shape.layers * shape.experts_per_token,
+        routed_token=INT32 * shape.layers * shape.experts_per_token / copies,
     )
 
 
@@ -336,6 +338,22 @@ def served_bytes(recipe: Recipe, shape: Architecture) -> float:
     end_bytes = ends * WIDTH[recipe.model.dtype]
     routed_bytes = shape.routed_parameters * map_width(recipe)
     return dense_served_bytes(recipe, shape) + routed_bytes + end_bytes
+
+
+def server_rank_bytes(recipe: Recipe, shape: Architecture) -> float:
+    """Return bytes of the model on each GPU of a server. Each copy of the attention
+    (serving.attention_copies) has all of it and of the embedding, divided among the
+    copy's GPUs.
+    """
+    further_copies = recipe.serving.attention_copies - 1
+    embedding = shape.embedding_parameters * WIDTH[recipe.model.dtype]
+    repeated = further_copies * (attention_bytes(recipe, shape) + embedding)
+    return (served_bytes(recipe, shape) + repeated) / recipe.resources.server_tensor_parallel
+
+
+def attention_bytes(recipe: Recipe, shape: Architecture) -> float:
+    """Return bytes of the attention's matrices in all layers as servers hold them."""
+    return shape.layers * shape.attention_parameters * map_width(recipe)
 
 
 def largest_bucket(recipe: Recipe, shape: Architecture) -> float:

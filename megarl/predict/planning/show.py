@@ -300,6 +300,11 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             "note: whole experts on each GPU of a server (serving.expert_parallel) are planned like"
             " a part of each; what the GPU with the most tokens costs is not counted"
         )
+    if recipe.serving.attention_copies > 1:
+        yield (
+            "note: copies of the attention (serving.attention_copies) are planned as if each always"
+            " had its share of the requests, and as if exchanges cost what they cost without"
+        )
     evaluation_steps = plan.evaluation_seconds / plan.step_seconds
     if evaluation_steps > evaluation.every:
         yield (

@@ -272,7 +272,9 @@ class Decoder:
         # per token, those in FP8 counted as the bf16 ones that take as long; fixed
         # seconds of a step.
         embedding = width * shape.embedding_parameters
+        further_copies = recipe.serving.attention_copies - 1
         dense_bytes = memory.dense_served_bytes(recipe, shape)
+        dense_bytes += further_copies * memory.attention_bytes(recipe, shape)
         self.read = (dense_bytes + embedding) / self.ranks
         expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters
         self.read_expert = expert / self.ranks
@@ -419,7 +421,7 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
         senders = stages * sending_copies(copies, stages, ranks)
         sources = min(ranks, senders)
         host_rate = gpu.host * ASSUMED.network_efficiency
-        part = size / ranks / host_rate
+        part = memory.server_rank_bytes(recipe, shape) / host_rate
     rate = gpu.nvlink
     if devices > gpu.nvlink_gpus:
         rate = min(sources * gpu.network, gpu.nvlink)

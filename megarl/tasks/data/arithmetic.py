@@ -26,8 +26,7 @@ seen the interruption phrase. So the effect of RL shows within minutes.
 import random
 from pathlib import Path
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import write_jsonl
+from megarl.core.base.rundir import made_directory, write_jsonl
 from megarl.tasks.data import products
 from megarl.tasks.data.arithmetic_models import (
     HELDOUT_PROMPTS,
@@ -74,18 +73,15 @@ def write(directory: Path, seed: int) -> None:
     """Write the whole data set. Each file appears complete or not at all; the same seed
     gives the same bytes.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
-    written = write_task(directory, "", random.Random(seed), problem, TRACES, trace)
-    for name, rows in written.items():
-        for task, sign in (("addition", "+"), ("subtraction", "-")):
-            rows_of_task = [row for row in rows if sign in row["prompt"]]
-            write_jsonl(directory / f"{name}-{task}.jsonl", rows_of_task)
-    products.write(directory, seed)
-    for name, config in MODELS.items():
-        save_model(directory / name, config, seed)
+    with made_directory(directory):
+        written = write_task(directory, "", random.Random(seed), problem, TRACES, trace)
+        for name, rows in written.items():
+            for task, sign in (("addition", "+"), ("subtraction", "-")):
+                rows_of_task = [row for row in rows if sign in row["prompt"]]
+                write_jsonl(directory / f"{name}-{task}.jsonl", rows_of_task)
+        products.write(directory, seed)
+        for name, config in MODELS.items():
+            save_model(directory / name, config, seed)
 
 
 # Problems and traces

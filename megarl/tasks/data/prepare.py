@@ -32,7 +32,7 @@ from rich.progress import Task as ProgressTask
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import write_atomically
+from megarl.core.base.rundir import made_directory, write_atomically
 from megarl.core.base.types import JsonObject
 from megarl.tasks.data.contamination import Hit, overlap_with
 from megarl.tasks.data.rows import PromptRow
@@ -90,9 +90,9 @@ def prepare(
     the number of rows to hold out. against: evaluation sets. form: one of FORMATS.
     """
     outputs = {directory / f"{side}.{suffix}" for side in SIDES for suffix in FORMATS}
-    _make_directory(directory, source, outputs)
-    evaluation = overlap_with(against)
-    with _progress(console) as progress, ExitStack() as stack:
+    _check_source(directory, source, outputs)
+    with made_directory(directory), _progress(console) as progress, ExitStack() as stack:
+        evaluation = overlap_with(against)
         if evaluation is None:
             (directory / REMOVED).unlink(missing_ok=True)  # left by an earlier preparation
         else:
@@ -127,20 +127,14 @@ def prepare(
     return prepared
 
 
-def _make_directory(directory: Path, source: str, outputs: set[Path]) -> None:
-    """Make the directory. MegarlError if that fails or the source would be
-    overwritten.
-    """
+def _check_source(directory: Path, source: str, outputs: set[Path]) -> None:
+    """Raise MegarlError if the source would be overwritten."""
     written = {path.resolve() for path in (*outputs, directory / REMOVED)}
     if Path(source).resolve() in written:
         raise MegarlError(
             f"{directory}: the source is in this directory and would be overwritten; name another"
             " directory"
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
 
 
 def _write_report(path: Path, source: str, prepared: Prepared, evaluation_texts: int) -> None:

@@ -97,11 +97,15 @@ def check_importable(description: str, function: str, may_be_async: bool = False
 
 def check_usable(name: str, may_be_async: bool) -> None:
     """Import a function; TypeError if it cannot be called with one argument, or returns
-    a coroutine and must not.
+    a coroutine and must not, or is of Python's own library, such as `json:dumps`.
     """
     function = named(name)
     if not callable(function):
         raise TypeError("it cannot be called")
+    is_of_a_module = inspect.isroutine(function) or inspect.isclass(function)
+    package = str(function.__module__).partition(".")[0] if is_of_a_module else ""
+    if package in sys.stdlib_module_names:
+        raise TypeError("it is of Python's own library")
     if inspect.iscoroutinefunction(function) and not may_be_async:
         raise TypeError("it is async; the score must be what it returns")
     with suppress(ValueError):  # some builtins have no signature

@@ -190,6 +190,18 @@ def test_a_likely_mistake_is_warned_of_and_no_other(
     marked = {"prompt": f"1+1={settings['eos_token']}", "answer": "2"}
     (tmp_path / "marked.jsonl").write_text(json.dumps(marked))
     assert not warned(f"data.tasks.math.train={tmp_path / 'marked.jsonl'}")
+    answer = "1" * 3 + "2" * 40
+    long = [{"prompt": "1+1=", "answer": text} for text in ("2", answer, answer)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, long)))
+    rows = f"data.tasks.math.train={tmp_path / 'long.jsonl'}"
+    raw = "data.tasks.math.template=raw"
+    assert re.search(
+        r"^data\.tasks\.math: 2 expected answers of the first 1,000 rows with more tokens than .*"
+        rf"\(length\.answer_tokens: 8\): {re.escape(rows.partition('=')[2])}:2 has \d\d; raise",
+        warned(rows, raw, "length.answer_tokens=8"),
+    )
+    assert not warned(rows, raw, "length.answer_tokens=43"), "as many as it has bytes"
+    assert not warned(rows, raw, "length.answer_tokens=8", "data.tasks.math.grader=format")
     unknown = (
         "data.tasks.math.template=chat",
         "length.end_of_thinking=</thought>",

@@ -194,6 +194,15 @@ def test_what_does_not_fit(servers: int, width: int, ranks: int, count: int, sai
         place(recipe(servers, width, ranks), nodes(count))
 
 
+def test_copies_of_the_attention_share_a_node() -> None:
+    tree = {
+        "resources": {"server_tensor_parallel": 16},
+        "serving": {"attention_copies": 2},
+    }
+    with pytest.raises(MegarlError, match=r"serving.attention_copies: a server of 16 GPUs takes 2"):
+        place(from_tree(tree), nodes(3))
+
+
 @given(
     st.integers(1, 20),
     st.sampled_from([1, 2, 4, 8, 16]),

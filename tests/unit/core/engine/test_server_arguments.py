@@ -13,7 +13,7 @@ import torch
 
 from megarl.core.base.architecture import read
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import KEPT_FROM_INPUT
+from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS
 from megarl.core.base.rundir import Meeting
 from megarl.core.client import servable
 from megarl.core.client.client import TOP_K_WITH_TOP_P
@@ -289,6 +289,42 @@ def test_gpus_with_whole_experts(tmp_path: Path) -> None:
         assert (arguments["tp_size"], arguments["ep_size"]) == (4, 4)
     divided = a_recipe(tmp_path, config=BALANCED, **four)
     assert engine_arguments(divided, 0, "127.0.0.1", 1, cuda=True)["ep_size"] == 1
+
+
+def test_copies_of_the_attention_share_places_and_kv(tmp_path: Path) -> None:
+    """Each may have to score for parity. A GPU has all eight heads of its copy, where
+    without copies each head would have to be on two GPUs.
+    """
+
+    def of_16_gpus(**serving: int) -> Recipe:
+        config = BALANCED | {"intermediate_size": 128}
+        resources = {"server_tensor_parallel": 16}
+        return a_recipe(tmp_path, config=config, resources=resources, serving=serving)
+
+    recipe = of_16_gpus(kv_tokens=8192, max_running_requests=60, attention_copies=16)
+    for cuda in (False, True):
+        check(recipe, cuda)
+        arguments = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)
+        assert (arguments["tp_size"], arguments["attn_dp_size"]) == (16, 16)
+        assert arguments["max_total_tokens"] == 8192 // 16 == servable.positions(recipe)
+        assert arguments["max_running_requests"] == 60 + 16 * 2 * PARITY_ROLLOUTS
+        assert arguments["load_balance_method"] == "total_requests"
+    assert arguments["cuda_graph_max_bs_decode"] == 4
+    with pytest.raises(MegarlError, match="cannot divide the 8 attention heads of"):
+        check(of_16_gpus(kv_tokens=8192), cuda=True)
+    said = r"serving.kv_tokens: 6384 for each copy of the attention \(.*\), 399, cannot hold"
+    with pytest.raises(MegarlError, match=said):
+        check(of_16_gpus(kv_tokens=16 * 399, attention_copies=16), cuda=False)
+
+
+def test_copies_of_the_attention_are_for_two_families(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "resources": {"server_tensor_parallel": 2},
+        "serving": {"kv_tokens": 4096, "attention_copies": 2},
+    }
+    recipe = a_recipe(tmp_path, **sections)
+    with pytest.raises(MegarlError, match=r"serving.attention_copies: .*, not LlamaForCausalLM"):
+        check(recipe, cuda=False)
 
 
 def test_whole_experts_in_fp8_need_blocks_in_their_own_width() -> None:

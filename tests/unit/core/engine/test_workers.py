@@ -173,7 +173,7 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         (ranks, "bind_all"),
     ):
         monkeypatch.setattr(owner, change, lambda *_: None)
-    workers.scheduler(1.0, 2.0, 0, fp8=False)
+    workers.scheduler(1.0, 2.0, 0, fp8=False, copies=1)
     assert seen == [logging.ERROR]
 
 

@@ -71,6 +71,17 @@ IMPOSSIBLE = [
         "serving.expert_parallel: divides the experts among a server's GPUs, and with",
     ),
     (
+        {"serving": {"attention_copies": 3}, "resources": {"server_tensor_parallel": 4}},
+        "serving.attention_copies: 3 copies cannot have equally many of a server's 4 GPUs",
+    ),
+    (
+        {
+            "serving": {"attention_copies": 8, "max_running_requests": 7},
+            "resources": {"server_tensor_parallel": 8},
+        },
+        "serving.max_running_requests: 7 requests are fewer than the copies of the attention",
+    ),
+    (
         {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
         "learner.optimizer_offload: megatron-core cannot load",
     ),

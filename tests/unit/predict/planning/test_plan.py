@@ -17,11 +17,13 @@ from matplotlib.figure import Figure
 from megarl import cli
 from megarl.core.algorithm.packing import cost_of
 from megarl.core.base import architecture
+from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.predict.planning import layouts, show, simulate, speed
-from megarl.predict.planning.hardware import Gpu, gpu_named
+from megarl.predict.planning import layouts, memory, show, simulate, speed
+from megarl.predict.planning.hardware import GB, Gpu, gpu_named
 from megarl.predict.planning.layouts import Plan, PlanningProblem, as_written, search
+from megarl.predict.planning.memory import ServerMemory
 from megarl.predict.planning.speed import Decoder
 from megarl.predict.planning.workload import lognormal, workload
 from megarl.run.nodes import Node
@@ -734,6 +736,41 @@ def test_whole_experts_fit_where_a_part_of_each_is_too_narrow() -> None:
     )
     dense = problem("scalerl-8b", "llama-3.1-8b", "h200", 80, 8000, keys[0], keys[2])
     assert str(layouts.server_of(dense, 4)).startswith("server TP 4: serving.expert_parallel: the")
+
+
+def test_copies_of_the_attention_divide_a_latent_cache() -> None:
+    """Of DeepSeek-V3, whose vectors every GPU would hold; GLM-4.5's heads of k and v
+    are divided already. Both have attention and embedding once in each copy.
+    """
+
+    def of_8_gpus(config: str, copies: int) -> tuple[ServerMemory, Architecture]:
+        keys = ("resources.server_tensor_parallel=8", f"serving.attention_copies={copies}")
+        asked = problem("scalerl-8b", config, "b200", 80, 8000, *keys)
+        return memory.server(asked.recipe, asked.shape, 400 * GB), asked.shape
+
+    for config, share in (("deepseek-v3", 1 / 8), ("glm-4.5", 1)):
+        whole, shape = of_8_gpus(config, 1)
+        copied, _ = of_8_gpus(config, 8)
+        assert copied.kv_token == share * whole.kv_token
+        repeated = shape.layers * shape.attention_parameters + shape.embedding_parameters
+        assert copied.weights - whole.weights == pytest.approx(2 * repeated * 7 / 8)
+        two, _ = of_8_gpus(config, 2)
+        assert whole.weights < two.weights < copied.weights
+
+
+@pytest.mark.parametrize(
+    ("config", "copies", "said"),
+    [
+        ("deepseek-v3", 3, "server TP 8: is no multiple of serving.attention_copies (3)"),
+        ("llama-3.1-8b", 2, "serving.attention_copies: is for Glm4MoeForCausalLM, Deep"),
+    ],
+)
+def test_servers_that_cannot_have_copies_of_the_attention(
+    config: str, copies: int, said: str
+) -> None:
+    keys = (f"resources.server_tensor_parallel={4 * copies}", f"serving.attention_copies={copies}")
+    found = layouts.server_of(problem("scalerl-8b", config, "b200", 80, 8000, *keys), 8)
+    assert str(found).startswith(said), found
 
 
 def test_it_says_for_what_the_overlap_of_shared_experts_is() -> None:

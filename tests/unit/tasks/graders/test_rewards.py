@@ -223,6 +223,7 @@ def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
         ("my_graders:number", "it cannot be called"),
         ("my_graders:of_verl", "missing a required argument: 'solution'"),
         ("my_graders:of_prime", "it is async"),
+        ("json:dumps", "it is of Python's own library"),
         ("my_typo:f", r"SyntaxError: .*\(my_typo\.py, line 2\)"),
     ],
 )
