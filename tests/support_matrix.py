@@ -62,19 +62,19 @@ def rows() -> dict[str, Row]:
     """By architecture, what is tested."""
     table: dict[str, Row] = {name: {} for name in READERS}
     table["LlamaForCausalLM"]["server"] = ALWAYS  # of most tests in tests/stack
-    for name, entry in test_models_layouts.MODELS.items():
-        row = table[made_by(entry)]
-        for column, is_slow in layouts(shape_of(entry), name in test_models_layouts.SLOW):
+    for name, model in test_models_layouts.MODELS.items():
+        row = table[made_by(model)]
+        for column, is_slow in layouts(shape_of(model), name in test_models_layouts.SLOW):
             note(row, column, is_slow)
-    for entry in test_routing_replay.MODELS.values():
-        note(table[made_by(entry)], "replay", False)
-    for name, entry in test_round_trips.FAMILIES.items():
-        note(table[made_by(entry)], "export", name in test_round_trips.SLOW)
+    for routed in test_routing_replay.MODELS.values():
+        note(table[made_by(routed)], "replay", False)
+    for name, exported in test_round_trips.FAMILIES.items():
+        note(table[made_by(exported)], "export", name in test_round_trips.SLOW)
     families = test_server_families
     for name, case in families.CASES.items():
         note(table[made_by(case)], "server", name in families.SLOW)
-    for name, entry in test_server_tensor_parallel.MODELS.items():
-        note(table[made_by(entry)], "server TP", name != "llama4")
+    for name, served in test_server_tensor_parallel.MODELS.items():
+        note(table[made_by(served)], "server TP", name != "llama4")
     for name in ("deepseek_v3", *test_server_experts.SLOW):
         note(table[made_by(families.CASES[name])], "whole experts", name != "deepseek_v3")
     for recipe, family in twins():
