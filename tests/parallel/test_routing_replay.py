@@ -16,13 +16,7 @@ from megarl.core.base.types import Batch, Rollout, Routing, encode
 from tests.parallel.replay_world import OTHER
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world
-from tests.tiny import (
-    tiny_deepseek_v3,
-    tiny_gpt_oss,
-    tiny_llama4,
-    tiny_minimax_m2,
-    tiny_qwen3_moe,
-)
+from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4, tiny_qwen3_moe
 
 # Layers with experts, experts a token.
 MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
@@ -35,7 +29,6 @@ MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
         3,
         2,
     ),
-    "minimax_m2": (partial(tiny_minimax_m2, num_local_experts=4), 4, 3),
     "gpt_oss": (partial(tiny_gpt_oss, num_local_experts=4), 4, 3),
 }
 EXPERTS = 4

@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "minimax-m2": (tiny_minimax_m2, {}),
     "gpt-oss": (tiny_gpt_oss, {}),
 }
-SLOW = ("glm-4.5", "glm-4.7-flash", "moonlight")
+SLOW = ("glm-4.5", "glm-4.7-flash", "moonlight", "minimax-m2")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
 EXPERTS = (["--tp", "2", "--pp", "2", "--ep", "2"], ["--pp", "4", "--ep", "4"])
 
