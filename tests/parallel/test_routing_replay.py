@@ -20,7 +20,6 @@ from tests.tiny import (
     tiny_deepseek_v3,
     tiny_gpt_oss,
     tiny_llama4,
-    tiny_minimax_m2,
     tiny_qwen3_5_moe,
     tiny_qwen3_moe,
 )
@@ -36,7 +35,6 @@ MODELS: dict[str, tuple[Callable[..., Any], int, int]] = {
         3,
         2,
     ),
-    "minimax_m2": (partial(tiny_minimax_m2, num_local_experts=4), 4, 3),
     "gpt_oss": (partial(tiny_gpt_oss, num_local_experts=4), 4, 3),
     "qwen3_5_moe": (
         partial(

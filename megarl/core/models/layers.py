@@ -216,7 +216,7 @@ class WholeNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise this rank's heads x [..., heads, head_dim]."""
-        return rms_norm(x.flatten(-2), self.eps, self.weight, self.group).view(x.shape)
+        return rms_norm(x.flatten(-2), self.eps, self.weight, group=self.group).view(x.shape)
 
     def sharded_state_dict(
         self,
