@@ -24,6 +24,7 @@ from tests.stack.conftest import POSITIONS, Stack, running, two_models, under_wa
 from tests.stack.publish_world import nudge, publish_from
 from tests.stack.test_publication import PROMPT, kept_cache_scores
 from tests.tiny import (
+    CARD_YARN,
     MOONLIGHT,
     PLAIN_ROPE,
     YARN,
@@ -58,11 +59,21 @@ ENDLESS = {
     "max_position_embeddings": POSITIONS,
     "vocab_size": VOCABULARY,
 }
+STRETCHED = CARD_YARN | {"original_max_position_embeddings": POSITIONS // 4}
 LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
 CASES = {
-    "qwen2": Case(tiny_qwen2, {"head_dim": 8}),  # SGLang's has hidden_size / num_attention_heads
-    "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
+    "qwen2": Case(  # SGLang's heads have hidden_size / num_attention_heads
+        tiny_qwen2, {"head_dim": 8, "rope_parameters": STRETCHED}
+    ),
+    "qwen3": Case(
+        tiny_qwen3,
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": STRETCHED},
+    ),
+    "qwen3_moe": Case(
+        tiny_qwen3_moe,
+        {"num_experts": 8, "moe_intermediate_size": 32, "rope_parameters": STRETCHED},
+        "mlp.gate",
+    ),
     "glm4_moe": Case(tiny_glm4_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
     "deepseek_v3": Case(
         tiny_deepseek_v3,
