@@ -61,6 +61,7 @@ HISTORY = (
     "model.dtype",
     "model.fp32_head",
     "model.fp8",
+    "model.moe.routing_replay",
     "data.tasks",
     "data.curriculum",
     "length",

@@ -494,6 +494,11 @@ def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDi
         ),
         ("data", {"tasks": {}}, r"data\.tasks\.math\.weight: 1\.0 in .*, None now"),
         (
+            "model",
+            {"moe": {"routing_replay": True}},
+            r"model\.moe\.routing_replay: False in .*, True now",
+        ),
+        (
             "data",
             {
                 "tasks": {
@@ -518,6 +523,7 @@ def test_history_is_not_altered(
     [
         ("resources", {"servers": 3, "learner_ranks": 2}),
         ("model", {"tensor_parallel": 1}),
+        ("model", {"moe": {"aux_loss": 0.1}}),
         ("run", {"steps": 500}),
         ("evaluation", {"every": 5}),
         ("agent", {"at_once": 2}),
