@@ -181,16 +181,16 @@ def check_units(
     milestones, and in which a run that is resumed or forked has counted its own.
     """
     unit = "GPU" if placed[Role("learner")].gpus else "core"
-    begun = rundir
+    origin = rundir
     if recipe.run.fork and not resumed:
-        begun = RunDir(recipe.run.forked[0])
-    for row in latest_rows(begun.metrics)[-1:]:
-        before = row.get("compute_unit", unit.lower())
-        if before != unit.lower():
+        origin = RunDir(recipe.run.forked[0])
+    for row in latest_rows(origin.metrics)[-1:]:
+        old_unit = row.get("compute_unit", unit.lower())
+        if old_unit != unit.lower():
             raise MegarlError(
-                f"{begun.path}: its compute is in {before}-hours, to which {unit}-hours cannot be"
+                f"{origin.path}: its compute is in {old_unit}-hours, to which {unit}-hours cannot be"
                 f" added; go on with it on the kind of devices that it began on, or {OTHER_NAME}"
-                + (" without run.fork" if begun is not rundir else "")
+                + (" without run.fork" if origin is not rundir else "")
             )
     if recipe.run.stop_when and unit not in recipe.run.stop_when:
         raise MegarlError(

@@ -75,10 +75,17 @@ class ChatTemplate:
             ) from None
 
     def render_all(self, messages: Sequence[Message]) -> str:
-        """Return the text of messages; MegarlError if one is not in it, as of a role
-        that the template does not know.
-        """
+        """Return the text of messages; MegarlError as of `check_all`."""
         text = self.render(messages)
+        self.check_all(messages, text)
+        return text
+
+    def check_all(
+        self, messages: Sequence[Message], text: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Raise MegarlError if a message is not in the text that it was rendered to, as
+        of a role that the template does not know.
+        """
         for n, message in enumerate(messages):
             if message["content"].strip() in text:
                 continue
@@ -86,13 +93,12 @@ class ChatTemplate:
             # out. If another content makes no difference, all of it is.
             changed = {**message, "content": f"{message['content']}?"}
             changed_messages = [*messages[:n], changed, *messages[n + 1 :]]
-            if self.render(changed_messages) == text:
+            if self.render(changed_messages, tools) == text:
                 raise MegarlError(
                     f"{self.path}: the chat template leaves out what {message['role']!r} says"
                     f" ({abbreviated(message['content'])}); roles that all templates know are"
                     " system, user, assistant and tool"
                 )
-        return text
 
     def around_reply(self, ends: tuple[str, ...]) -> AroundReply:
         """Return the text around a tool's reply. The text before it begins with the
