@@ -62,8 +62,8 @@ def is_due(state: RunState, end: float | None) -> bool:
     SIGUSR1 will come too late.
     """
     needed = seconds_to_save(state)
-    left = seconds_left(end)
-    return left is not None and needed > SAVE_LIMIT_S and left <= needed
+    remaining_s = seconds_left(end)
+    return remaining_s is not None and needed > SAVE_LIMIT_S and remaining_s <= needed
 
 
 def save_limit(state: RunState, end: float | None, must_make_room: bool) -> float:
