@@ -470,9 +470,8 @@ def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _Conversati
         raise UnfitError("the last message is not the assistant's, with the user's before it")
     turns = []
     for turn, message in enumerate(messages):
-        for key in OF_RESULTS:
-            if isinstance(value[turn].get(key), str):
-                message[key] = value[turn][key]
+        of_result = {key: value[turn][key] for key in OF_RESULTS if value[turn].get(key)}
+        messages[turn] = {**message, **of_result}
         is_reply = turn == len(messages) - 1 or bool(user_text(messages[:turn]))
         may_be_learnt = turn >= first and is_reply and message["role"] == "assistant"
         if may_be_learnt and _weight(value[turn]):

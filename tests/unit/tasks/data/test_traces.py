@@ -255,7 +255,10 @@ def test_a_turn_of_weight_0_and_those_of_a_prompt_are_not_learnt(tmp_path: Path)
     made, _ = published(tmp_path, "Qwen2.5")
     messages = [ASKED, ANSWERED, ASKED, TURNS[1]]
     weighted = [ASKED, ANSWERED | {"weight": 0}, ASKED, TURNS[1] | {"weight": 1}]
-    rows = [{"messages": weighted}, {"prompt": messages[:3], "completion": messages[3:]}]
+    rows: list[dict[str, Any]] = [
+        {"messages": weighted},
+        {"prompt": messages[:3], "completion": messages[3:]},
+    ]
     for trace in load_traces(write(tmp_path / "s.jsonl", *rows), made):
         assert made.decode(trace.tokens[trace.learnt]) == f"{TURNS[1]['content']}<|im_end|>"
 
