@@ -100,18 +100,23 @@ class ChatTemplate:
                     " system, user, assistant and tool"
                 )
 
-    def around_reply(self, ends: tuple[str, ...]) -> AroundReply:
-        """Return the text around a tool's reply. The text before it begins with the
-        token that ends a turn, of which gpt-oss has another one at the end of a
-        conversation. ends: texts that end a completion. The reply is a message with the
-        role `tool`, or `user` if the template does not support tools. MegarlError if
-        neither works.
+    def around_replies(self, ends: tuple[str, ...]) -> dict[str, AroundReply]:
+        """Return the text around a tool's reply, by the token with which the policy
+        ended its turn: under "" if it is the same after each. The text before it begins
+        with the token that ends a turn, of which gpt-oss has another one at the end of
+        a conversation, or in whose place the policy wrote another. GLM-4.5's template
+        ends no turn; the policy does with the beginning of the next message, so there
+        are as many as kinds of messages, the tool's first.
+
+        ends: texts that end a completion. The reply is a message with the role `tool`,
+        or `user` if the template does not support tools. MegarlError if neither works.
         """
         turns: list[Message] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": SAMPLE_REPLY},
         ]
         problem = "it leaves a tool's text out"
+        by_end: dict[str, AroundReply] = {}
         for role in ("tool", "user"):
             try:
                 text = self.render([*turns, {"role": role, "content": SAMPLE_RESULT}])
@@ -120,22 +125,24 @@ class ChatTemplate:
                 problem = str(error)
                 continue
             around = _around_result(text)
-            if around:
-                self._check_closing(closing, ends)
-                return around
-        raise MegarlError(
-            f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use"
-            " template: raw"
-        )
-
-    def _check_closing(self, closing: str, ends: tuple[str, ...]) -> None:
-        """Raise MegarlError unless the text after a turn begins with one of `ends`."""
-        if not closing.startswith(ends):
+            if around is None:
+                continue
+            if closing.startswith(ends):
+                return {"": around}
+            beginnings = [end for end in ends if around.before_reply.startswith(end)]
+            if closing or not beginnings:
+                raise MegarlError(
+                    f"{self.path}: the chat template does not end a turn with"
+                    f" {' or '.join(map(repr, ends))}, at which a completion ends; make the token"
+                    " that ends one the eos_token of tokenizer_config.json, or use template: raw"
+                )
+            by_end.setdefault(beginnings[0], around)
+        if not by_end:
             raise MegarlError(
-                f"{self.path}: the chat template does not end a turn with"
-                f" {' or '.join(map(repr, ends))}, at which a completion ends; make the token that"
-                " ends one the eos_token of tokenizer_config.json, or use template: raw"
+                f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use"
+                " template: raw"
             )
+        return by_end
 
 
 def _around_result(text: str) -> AroundReply | None:
