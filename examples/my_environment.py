@@ -37,13 +37,13 @@ class Search(Environment):
         self.guesses += 1
         numbers = NUMBER.findall(self.setting.answer_text(tokens))
         if not numbers:
-            return Observation(self.setting.framing.tokens("Write a number."), error=True)
+            return Observation(self.setting.framing.tokens("Write a number.", tokens), error=True)
         guess = int(numbers[-1])
         self.is_right = guess == self.number
         if self.is_right:
             return DONE
         hint = "higher" if guess < self.number else "lower"
-        return Observation(self.setting.framing.tokens(f"It is {hint}."))
+        return Observation(self.setting.framing.tokens(f"It is {hint}.", tokens))
 
     async def reward(self) -> Verdict:
         """Return 1 for the first guess, a tenth less for each further one; -1 if the

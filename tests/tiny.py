@@ -406,10 +406,14 @@ MOONLIGHT: dict[str, Any] = {
 }
 """What Moonlight has other than DeepSeek-V3; its rotation is plain, too."""
 PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-YARN = PLAIN_ROPE | {
+CARD_YARN = PLAIN_ROPE | {
     "rope_type": "yarn",
-    "factor": 8.0,
+    "factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+"""The keys that the model cards of Qwen2.5 and Qwen3 give."""
+YARN = CARD_YARN | {
+    "factor": 8.0,
     "beta_fast": 32,
     "beta_slow": 1,
     "mscale": 1.0,

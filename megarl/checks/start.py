@@ -5,7 +5,8 @@ what to do. checks/table.py has their order.
                       it began with
     check_writable    its directory can be written
     check_disk        the disk has room for checkpoints
-    check_units       prices and milestones are in the unit in which compute is counted
+    check_units       prices, milestones and earlier compute are in the unit in which
+                      compute is counted
     check_devices     without a GPU, the run is small enough and needs none
     check_host        nodes have enough memory for writing checkpoints and for what
                       servers keep there
@@ -25,7 +26,7 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.rundir import RunDir, complete
+from megarl.core.base.rundir import RunDir, complete, latest_rows
 from megarl.core.base.weight_files import parameters
 from megarl.core.client.servable import check as check_server
 from megarl.core.client.servable import check_gpus, check_kernels
@@ -60,6 +61,7 @@ HISTORY = (
     "model.dtype",
     "model.fp32_head",
     "model.fp8",
+    "model.moe.routing_replay",
     "data.tasks",
     "data.curriculum",
     "length",
@@ -176,11 +178,24 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
         )
 
 
-def check_units(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+def check_units(
+    recipe: Recipe, placed: Mapping[Role, Place], rundir: RunDir, resumed: bool
+) -> None:
     """Check that compute is counted in the unit in which the recipe gives prices and
-    milestones.
+    milestones, and in which a run that is resumed or forked has counted its own.
     """
     unit = "GPU" if placed[Role("learner")].gpus else "core"
+    origin = rundir
+    if recipe.run.fork and not resumed:
+        origin = RunDir(recipe.run.forked[0])
+    for row in latest_rows(origin.metrics)[-1:]:
+        old_unit = row.get("compute_unit", unit.lower())
+        if old_unit != unit.lower():
+            raise MegarlError(
+                f"{origin.path}: its compute is in {old_unit}-hours, to which {unit}-hours cannot be"
+                f" added; go on with it on the kind of devices that it began on, or {OTHER_NAME}"
+                + (" without run.fork" if origin is not rundir else "")
+            )
     if recipe.run.stop_when and unit not in recipe.run.stop_when:
         raise MegarlError(
             f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give the"

@@ -7,6 +7,7 @@ The supervisor:
     fork.py       a run that begins at a step of another
     join.py       an additional server for a running run
     restart.py    decides what to do when a role dies: a pure state machine
+    deadline.py   when it must stop, so that its job's time suffices for a checkpoint
     watch.py      finds roles that are alive but stuck
     closing.py    the end of a run, on screen and on disk
 

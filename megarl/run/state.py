@@ -101,16 +101,18 @@ class RoleState:
 class RunState:
     """What is known of a run.
 
-    rows: the RECENT newest of metrics.jsonl; pass_rates: in training; evaluations: all
-    rows of eval.jsonl. These three are by step and of all lives, the rest is of this
-    life. compared: the row of the newest step before which servers and learner were
-    compared; empty before the first. health: the judgement on all rows. steps_made:
-    steps of this life that no earlier row has. status: the controller's, None before
-    its first. roles: as the supervisor noted. began: when this life began, in seconds
-    since the epoch. problem: the last one to show; empty without any.
+    rows: the RECENT newest of metrics.jsonl; write_seconds: how long the newest
+    checkpoint took to write, 0 if unknown; pass_rates: in training; evaluations: all
+    rows of eval.jsonl. These four are of all lives, three of them by step; the rest is
+    of this life. compared: the row of the newest step before which servers and learner
+    were compared; empty before the first. health: the judgement on all rows.
+    steps_made: steps of this life that no earlier row has. status: the controller's,
+    None before its first. roles: as the supervisor noted. began: when this life began,
+    in seconds since the epoch. problem: the last one to show; empty without any.
     """
 
     rows: dict[int, Row] = field(default_factory=dict)
+    write_seconds: float = 0.0
     pass_rates: dict[int, float] = field(default_factory=dict)
     evaluations: dict[int, Row] = field(default_factory=dict)
     compared: Row = field(default_factory=dict)
@@ -171,6 +173,7 @@ class RunState:
             del self.rows[min(self.rows)]
         if "pass_rate_train" in row:
             self.pass_rates[step] = row["pass_rate_train"]
+        self.write_seconds = row.get("checkpoint_write_seconds", self.write_seconds)
         if "parity_rollouts" in row and step >= self.compared.get("step", 0):
             self.compared = row
 

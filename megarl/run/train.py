@@ -30,6 +30,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, SupervisorEvent, append_jsonl
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe, differences, load
+from megarl.run import deadline
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, ending_of
 from megarl.run.launcher import Launcher, RunningRole, Stuck, UnansweredSurveyError, task
 from megarl.run.logs import last_problem, log_of, log_sizes
@@ -62,10 +63,6 @@ from megarl.run.watch import Watch
 TICK_S = 0.1
 LOOK_S = 0.5
 WATCH_S = 5.0
-SAVE_LIMIT_S = 540.0
-"""Time limit from a request to stop until the learner has saved and exited. Slurm ends
-a job 600 s after SIGUSR1.
-"""
 MOMENT_S = 30.0
 """How long writing to the run directory may fail when a role is to be started; after
 that, the disk must be full or gone.
@@ -204,6 +201,9 @@ class Supervisor:
         self.policy = RestartPolicy(self.recipe.resources.servers)
         self.watch = Watch(self.recipe.start_limit_s)
         self.observer = Observer(self.rundir)
+        self._job_end = deadline.job_end()
+        self._save_limit_s = deadline.SAVE_LIMIT_S
+        self._has_warned = False
 
     def run(self, screen: Screen) -> RunEnd:
         """Supervise until the end of the run; no process is left afterwards."""
@@ -241,6 +241,7 @@ class Supervisor:
             self._looked = at
             self.observer.look()
             self.screen.show(self.frame())
+            self._stop_before_the_job_ends()
             self._pass_on_request(at)
         if at - self._watched >= WATCH_S and self.stopping_since is None:
             self._watched = at
@@ -249,6 +250,25 @@ class Supervisor:
             if self._tried(self._start, role, limit_s=MOMENT_S):  # else at the next tick
                 del self.restarts_at[role]
         return self._deaths(at) or self._second_request(at)
+
+    def _stop_before_the_job_ends(self) -> None:
+        """Ask the run to stop, as SIGUSR1 would, if that will come too late for its
+        checkpoint. If no step was made yet, the next job would come no further: say so.
+        """
+        state = self.observer.state
+        if self._is_to_stop() or not deadline.is_due(state, self._job_end):
+            return
+        needed = deadline.seconds_to_save(state)
+        duration = f"a step and the checkpoints of this run take up to {needed:.0f} s"
+        if state.steps_made:
+            if self._tried(self.rundir.stop, signal.SIGUSR1):
+                self.screen.say(f"the job ends soon, and {duration}: saving now")
+        elif not self._has_warned:
+            self._has_warned = True
+            self.screen.say(
+                f"{duration}, but its job ends before, with no step made: the last checkpoint may be"
+                " lost; give the job more time (--time)"
+            )
 
     def _pass_on_request(self, at: float) -> None:
         """Write a request to stop into the run's directory, where the roles read it. If
@@ -260,7 +280,11 @@ class Supervisor:
         if request.count and not self._tried(self.rundir.stop, request.signal):
             return
         self.stopping_since = at
-        self._note("stopping", None, signal=self.rundir.stop_signal())
+        signal_number = self.rundir.stop_signal()
+        self._save_limit_s = deadline.save_limit(
+            self.observer.state, self._job_end, signal_number in MAKE_ROOM
+        )
+        self._note("stopping", None, signal=signal_number)
 
     def _start(self, role: Role) -> None:
         """Start the role, forgetting what is known of its last life."""
@@ -445,9 +469,9 @@ class Supervisor:
             return RunEnd(
                 "stopped", "stopped while the learner was not running; its last checkpoint is kept"
             )
-        if at - self.stopping_since > SAVE_LIMIT_S:
+        if at - self.stopping_since > self._save_limit_s:
             return self._unsaved(
-                f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", at
+                f"the learner did not save and leave within {self._save_limit_s:.0f} s", at
             )
         return None
 

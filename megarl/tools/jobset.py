@@ -24,7 +24,7 @@ from megarl.run.pods import CONTAINER, FIRST, JOBSET, OF_JOBSET, OTHERS, PODS
 
 GRACE_S = 600
 """Time from a pod's SIGTERM to its end: `megarl train` saves within 540 s
-(run/train.py).
+(run/deadline.py).
 """
 MOST_RESTARTS = 100
 """Restarts of all pods. A run gives up by itself after six starts without a new step.

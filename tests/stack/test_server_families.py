@@ -26,6 +26,7 @@ from tests.stack.conftest import POSITIONS, Stack, running, two_models, under_wa
 from tests.stack.publish_world import nudge, publish_from
 from tests.stack.test_publication import PROMPT, kept_cache_scores
 from tests.tiny import (
+    CARD_YARN,
     MOONLIGHT,
     PLAIN_ROPE,
     YARN,
@@ -67,6 +68,7 @@ ENDLESS = {
     "max_position_embeddings": POSITIONS,
     "vocab_size": VOCABULARY,
 }
+STRETCHED = CARD_YARN | {"original_max_position_embeddings": POSITIONS // 4}
 LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
 THREE_ROWS = PLAIN_ROPE | {
     "partial_rotary_factor": 0.25,
@@ -75,9 +77,18 @@ THREE_ROWS = PLAIN_ROPE | {
 }
 """Positions in a row each of text, height and width, as of released Qwen3.5."""
 CASES = {
-    "qwen2": Case(tiny_qwen2, {"head_dim": 8}),  # SGLang's has hidden_size / num_attention_heads
-    "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
+    "qwen2": Case(  # SGLang's heads have hidden_size / num_attention_heads
+        tiny_qwen2, {"head_dim": 8, "rope_parameters": STRETCHED}
+    ),
+    "qwen3": Case(
+        tiny_qwen3,
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": STRETCHED},
+    ),
+    "qwen3_moe": Case(
+        tiny_qwen3_moe,
+        {"num_experts": 8, "moe_intermediate_size": 32, "rope_parameters": STRETCHED},
+        "mlp.gate",
+    ),
     "glm4_moe": Case(tiny_glm4_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
     "glm4_moe_lite": Case(tiny_glm4_moe_lite, {"moe_intermediate_size": 32}, "mlp.gate"),
     "deepseek_v3": Case(

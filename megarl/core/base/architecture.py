@@ -477,19 +477,22 @@ def _checked(model: Architecture) -> Architecture:
 # kernels for it.
 QWEN = {"use_sliding_window": False, "dual_chunk_attention_config": None}
 NO_BIAS = {"attention_bias": False}
+ROPES = ("default", "llama3", "yarn")
+"""Kinds of rotary embedding of Llama and Qwen."""
 
 
 def _llama(config: JsonObject) -> Architecture:
-    return _decoder(config, NO_BIAS | {"mlp_bias": False})
+    return _decoder(config, NO_BIAS | {"mlp_bias": False}, ROPES)
 
 
 def _qwen2(config: JsonObject) -> Architecture:
-    return replace(_decoder(config, QWEN), qkv_biases=True)
+    return replace(_decoder(config, QWEN, ROPES), qkv_biases=True)
 
 
 def _qwen3(config: JsonObject) -> Architecture:
     # The default size of a head is 128, whatever the number of heads.
-    return replace(_decoder({"head_dim": 128, **config}, QWEN | NO_BIAS), head_norms=True)
+    decoder = _decoder({"head_dim": 128, **config}, QWEN | NO_BIAS, ROPES)
+    return replace(decoder, head_norms=True)
 
 
 def _qwen3_moe(config: JsonObject) -> Architecture:
@@ -508,7 +511,7 @@ def _qwen3_moe(config: JsonObject) -> Architecture:
     # transformers 5 writes num_local_experts; before, it was num_experts.
     experts_key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return replace(
-        _decoder(config, QWEN | NO_BIAS),
+        _decoder(config, QWEN | NO_BIAS, ROPES),
         head_norms=True,
         experts=size(config, experts_key),
         experts_per_token=chosen,
@@ -909,22 +912,38 @@ def _rope_scaling(
 
 def _yarn(rope: JsonObject, latent: bool) -> Yarn:
     """Read YaRN as transformers does (modeling_rope_utils.py). latent: also read the
-    factor on DeepSeek's attention scores.
+    factor on DeepSeek's attention scores. MegarlError if SGLang (yarn.py) would rotate
+    differently.
     """
     factor = rope["factor"]
     scale = rope.get("mscale")
     all_dim = rope.get("mscale_all_dim")
+    for key in ("attn_factor", "extrapolation_factor"):
+        if rope.get(key, 1) != 1:
+            raise MegarlError(
+                f"{key}={rope[key]!r} of YaRN is not supported, only 1: transformers ignores it,"
+                " SGLang does not"
+            )
+    if (scale is not None or all_dim is not None) and not (scale and all_dim):
+        raise MegarlError(
+            f"mscale={scale}, mscale_all_dim={all_dim} of YaRN is not supported: transformers and"
+            " SGLang read one without the other differently; set both, or leave both out"
+        )
 
     def grown(coefficient: float) -> float:
         if factor <= 1:
             return 1.0
         return 0.1 * coefficient * math.log(factor) + 1.0
 
-    magnitude = rope.get("attention_factor")
-    if magnitude is None:
-        magnitude = grown(1.0)
-        if scale and all_dim:
-            magnitude = grown(scale) / grown(all_dim)
+    magnitude = grown(1.0)
+    if scale and all_dim:
+        magnitude = grown(scale) / grown(all_dim)
+    stated = rope.get("attention_factor")
+    if stated is not None and not math.isclose(stated, magnitude):
+        raise MegarlError(
+            f"attention_factor={stated!r} of YaRN is not supported, only {magnitude:.6g}, which"
+            " follows from factor: SGLang ignores the key; leave it out"
+        )
     return Yarn(
         factor=factor,
         fast=rope.get("beta_fast") or 32,

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import override
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
@@ -70,12 +71,26 @@ checkpoint would be trained again.
 """
 
 
+class _Writer(threading.Thread):
+    """Writes this rank's part. end: when it has ended, by time.monotonic()."""
+
+    end = 0.0
+
+    @override
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.end = time.monotonic()
+
+
 @dataclass(frozen=True)
 class _Write:
     """A checkpoint that is being written."""
 
     path: Path
-    thread: threading.Thread  # writes this rank's part
+    start: float  # time.monotonic()
+    thread: "_Writer"
     # Megatron's, which raise a thread's error on all ranks, then ours.
     finish: list[Callable[[], None]]
 
@@ -83,7 +98,8 @@ class _Write:
 class Checkpoints:
     """A trainer's RUN/checkpoints; collective over all ranks. milestones: besides the
     `keep` newest, these stay (retention.py), and with keep_best that of the best score.
-    failures: of writes in a row; if any, call `save` again soon.
+    failures: of writes in a row; if any, call `save` again soon. write_seconds: how
+    long the newest took to be whole on disk; None before the first.
     """
 
     def __init__(
@@ -103,6 +119,7 @@ class Checkpoints:
         self.keep_best = keep_best
         self._writing: _Write | None = None
         self.failures = 0
+        self.write_seconds: float | None = None
 
     def has_begun(self) -> bool:
         """Return whether the present state is being written."""
@@ -128,13 +145,13 @@ class Checkpoints:
             request = checkpoint.start_save(path, state, self._meta())
         except MegarlError as error:
             return self._failed(error)
-        thread = threading.Thread()  # does nothing: for a rank that has nothing to write
+        thread = _Writer()  # does nothing: for a rank that has nothing to write
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
             arguments = (rank, request.preload_fn(), results)
-            thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
+            thread = _Writer(target=request.async_fn, args=arguments, name="checkpoint")
         thread.start()
-        self._writing = _Write(path, thread, request.finalize_fns)
+        self._writing = _Write(path, start, thread, request.finalize_fns)
         if any(written_in_place(network.optimizer) for network in trainer.trained):
             trainer.before_update = self._wait_for_own_part
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - start)
@@ -165,6 +182,8 @@ class Checkpoints:
             # after its limit.
             writing.thread.join(LOOK_S)
         self._writing = None
+        write_seconds = max(gathered(writing.thread.end - writing.start))
+        finish_start = time.monotonic()
         try:
             with checkpoint.whole_or_gone(writing.path):
                 for finish in writing.finish:
@@ -172,6 +191,7 @@ class Checkpoints:
         except MegarlError as error:
             return self._failed(error)
         self.failures = 0
+        self.write_seconds = write_seconds + time.monotonic() - finish_start
         if dist.get_rank() == 0:
             self._prune()
             self._warn_if_disk_is_full(writing.path)

@@ -302,6 +302,9 @@ class LearnerRank:
             "replay": int(command.replay),
             "tokens_per_second": generated_tokens / seconds["step_seconds"],
         }
+        if self.checkpoints.write_seconds is not None:
+            row["checkpoint_write_seconds"] = self.checkpoints.write_seconds
+            self.checkpoints.write_seconds = None
         with self.clock.within("metrics"):
             self.metrics.row({**command.stats, **metrics, **seconds, **row})
 

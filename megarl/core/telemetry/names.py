@@ -208,6 +208,9 @@ MEANINGS = {
         ),
         "publish_bytes": "bytes sent by a publication",
         "checkpoint_seconds": "time for which a checkpoint stopped the learner",
+        "checkpoint_write_seconds": (
+            "from the start of a checkpoint until it was whole on disk; in the next row after that"
+        ),
     },
     "parity": {
         "parity_seconds": "learner's time to score rollouts that the servers scored too",

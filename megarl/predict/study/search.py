@@ -36,7 +36,7 @@ from megarl.core.base.files import contents
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, dump, load
 from megarl.predict.scaling.compare import SAME_CEILING, RunComparison, compare
-from megarl.predict.scaling.points import Curve, PointColumns, amount, curve_of_run
+from megarl.predict.scaling.points import Curve, PointColumns, amount, curve_of_run, unit_name
 from megarl.predict.study import plan
 from megarl.predict.study.plan import Study, StudyTask
 from megarl.predict.study.running import StudyOptions, numbers, prepared, run, side_by_side
@@ -520,8 +520,12 @@ def _compute_saved(
     """Return a line on the search's compute, and what all arms would have taken to
     `total` steps without it. tasks: the runs of arms that reached their last step,
     which `reached` has by arm. Each arm's compute is extrapolated from its own steps
-    after the branch.
+    after the branch. Hours of GPUs and of cores are not added up.
     """
+    units = {latest_scores(task.rundir.eval)[-1]["compute_unit"] for task in tasks}
+    if len(units) > 1:
+        names = " and ".join(unit_name(unit) for unit in sorted(units))
+        return f"Compute: not added up, because the runs count {names}."
     trunk_hours = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
     spent = sum(trunk_hours.values())
     without_search = 0.0
@@ -532,7 +536,7 @@ def _compute_saved(
         spent = spent + own_compute
         own_to_end = own_compute * (total - study.branch) / own_steps
         without_search = without_search + shared + own_to_end
-    unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
+    (unit,) = units
     return (
         f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace,"
         f" {amount(without_search, unit)}: {1 - spent / without_search:.0%} saved."

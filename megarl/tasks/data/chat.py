@@ -75,10 +75,17 @@ class ChatTemplate:
             ) from None
 
     def render_all(self, messages: Sequence[Message]) -> str:
-        """Return the text of messages; MegarlError if one is not in it, as of a role
-        that the template does not know.
-        """
+        """Return the text of messages; MegarlError as of `check_all`."""
         text = self.render(messages)
+        self.check_all(messages, text)
+        return text
+
+    def check_all(
+        self, messages: Sequence[Message], text: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Raise MegarlError if a message is not in the text that it was rendered to, as
+        of a role that the template does not know.
+        """
         for n, message in enumerate(messages):
             if message["content"].strip() in text:
                 continue
@@ -86,26 +93,30 @@ class ChatTemplate:
             # out. If another content makes no difference, all of it is.
             changed = {**message, "content": f"{message['content']}?"}
             changed_messages = [*messages[:n], changed, *messages[n + 1 :]]
-            if self.render(changed_messages) == text:
+            if self.render(changed_messages, tools) == text:
                 raise MegarlError(
                     f"{self.path}: the chat template leaves out what {message['role']!r} says"
                     f" ({abbreviated(message['content'])}); roles that all templates know are"
                     " system, user, assistant and tool"
                 )
-        return text
 
-    def around_reply(self, ends: tuple[str, ...]) -> AroundReply:
-        """Return the text around a tool's reply. The text before it begins with the
-        token that ends a turn, of which gpt-oss has another one at the end of a
-        conversation. ends: texts that end a completion. The reply is a message with the
-        role `tool`, or `user` if the template does not support tools. MegarlError if
-        neither works.
+    def around_replies(self, ends: tuple[str, ...]) -> dict[str, AroundReply]:
+        """Return the text around a tool's reply, by the token with which the policy
+        ended its turn: under "" if it is the same after each. The text before it begins
+        with the token that ends a turn, of which gpt-oss has another one at the end of
+        a conversation, or in whose place the policy wrote another. GLM-4.5's template
+        ends no turn; the policy does with the beginning of the next message, so there
+        are as many as kinds of messages, the tool's first.
+
+        ends: texts that end a completion. The reply is a message with the role `tool`,
+        or `user` if the template does not support tools. MegarlError if neither works.
         """
         turns: list[Message] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": SAMPLE_REPLY},
         ]
         problem = "it leaves a tool's text out"
+        by_end: dict[str, AroundReply] = {}
         for role in ("tool", "user"):
             try:
                 text = self.render([*turns, {"role": role, "content": SAMPLE_RESULT}])
@@ -114,22 +125,24 @@ class ChatTemplate:
                 problem = str(error)
                 continue
             around = _around_result(text)
-            if around:
-                self._check_closing(closing, ends)
-                return around
-        raise MegarlError(
-            f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use"
-            " template: raw"
-        )
-
-    def _check_closing(self, closing: str, ends: tuple[str, ...]) -> None:
-        """Raise MegarlError unless the text after a turn begins with one of `ends`."""
-        if not closing.startswith(ends):
+            if around is None:
+                continue
+            if closing.startswith(ends):
+                return {"": around}
+            beginnings = [end for end in ends if around.before_reply.startswith(end)]
+            if closing or not beginnings:
+                raise MegarlError(
+                    f"{self.path}: the chat template does not end a turn with"
+                    f" {' or '.join(map(repr, ends))}, at which a completion ends; make the token"
+                    " that ends one the eos_token of tokenizer_config.json, or use template: raw"
+                )
+            by_end.setdefault(beginnings[0], around)
+        if not by_end:
             raise MegarlError(
-                f"{self.path}: the chat template does not end a turn with"
-                f" {' or '.join(map(repr, ends))}, at which a completion ends; make the token that"
-                " ends one the eos_token of tokenizer_config.json, or use template: raw"
+                f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use"
+                " template: raw"
             )
+        return by_end
 
 
 def _around_result(text: str) -> AroundReply | None:

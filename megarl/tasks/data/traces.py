@@ -8,13 +8,20 @@ these formats, told apart by their keys.
     {"from": "gpt", "value": "<think>…</think>85"}]}
 
 The first form is exactly what the model sees; a list of completion texts alternates
-between model and tool, and the tool's are not learnt, just as in RL. Of messages only
-the last, the assistant's, is learnt; those before it go through the model's chat
-template. So the prompt equals that of a task with `template: chat`, and a template that
-strips thinking from earlier turns does not strip it from what is learnt. A `<think>`
-with which the prompt ends is not learnt again. The end token is added here, unless the
-completion ends with one: of messages the one with which the template ends a turn, else
-the eos_token.
+between model and tool, and the tool's are not learnt, just as in RL. Of messages each
+of the assistant's is learnt; of {"prompt": messages, "completion": messages} those of
+the completion, and none with `"weight": 0`. What precedes a turn goes through the
+model's chat template, with the row's `tools`. So the prompt equals that of a task with
+`template: chat`, and a template that strips thinking from earlier turns does not strip
+it from what is learnt: where the prompt of a turn does not continue the turn before, it
+begins a trace of its own.
+
+    user, assistant, user, assistant ──► one trace:  prompt | turn | between | turn
+                                     └─► two traces: prompt | turn, prompt | turn
+
+A `<think>` with which the prompt ends is not learnt again. The end token is added here,
+unless the completion ends with one: of messages the one with which the template ends
+the turn, else the eos_token.
 
     source ──► survey of the user's text ──► template ──► token ids, up to a limit
 
@@ -28,6 +35,7 @@ as in ShareGPT (open-thoughts/OpenThoughts-114k: system separate from user and
 assistant).
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,12 +48,19 @@ from msgspec.structs import replace
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import int32
+from megarl.core.base.types import JsonObject, int32
 from megarl.tasks.data.chat import SAMPLE_REPLY, ChatTemplate, load_chat
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.conversations import CALLS, messages_of, user_text
 from megarl.tasks.data.prompts import BATCH_CHARACTERS, endless, in_parts
-from megarl.tasks.data.rows import Message, PromptRow, UnfitError, fingerprint, identity
+from megarl.tasks.data.rows import (
+    Message,
+    PromptRow,
+    UnfitError,
+    abbreviated,
+    fingerprint,
+    identity,
+)
 from megarl.tasks.data.sources import Unreadable, is_hub, stream
 from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 
@@ -55,6 +70,9 @@ MAX_TOKENS = 12_288
 """Most tokens in a trace, as in ScaleRL (arXiv 2510.13786). Memory must hold one such
 trace, and RL teaches longer thinking.
 """
+OF_RESULTS = ("name", "tool_call_id")
+"""Fields of a tool's message that some templates write."""
+EMPTY = "the prompt or the completion is empty"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message beside its content, as chat APIs give them. Without them the rest
 would be another message.
@@ -62,11 +80,13 @@ would be another message.
 
 
 class Taught(PromptRow, frozen=True):
-    """A trace as a row. answer: the whole completion; parts: the completion's texts,
-    the model's (first and last) and a tool's by turns.
+    """A trace as a row. answer: all that is learnt; parts: the completion's texts, the
+    model's (first and last) and others by turns. further: prompt and parts of other
+    traces of the same row.
     """
 
     parts: tuple[str, ...] = ()
+    further: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 class Trace(NamedTuple):
@@ -80,12 +100,22 @@ class Trace(NamedTuple):
 
 
 class _Texts(NamedTuple):
-    """A trace's texts. context: what precedes the completion, as text or messages.
-    completion: the model's texts (first and last) and a tool's by turns.
+    """A trace as the model sees it. completion: the model's texts (first and last) and
+    a tool's by turns.
     """
 
-    context: str | list[Message]
+    prompt: str
     completion: list[str]
+
+
+class _Conversation(NamedTuple):
+    """A trace of messages. turns: the indices of those that are learnt, ascending;
+    tools: those that the model may call.
+    """
+
+    messages: list[Message]
+    turns: list[int]
+    tools: list[JsonObject]
 
 
 def load_traces(
@@ -106,32 +136,34 @@ def load_traces(
         repeats=True,
     )
     traces: list[Trace] = []
-    rows = 0
+    total = 0
     for part in in_parts(_trace_rows(templated(surveyed, tokenizer)), _characters):
-        if rows == 0:
+        if total == 0:
             tokenizer.warn_of_beginning(source, part[0].prompt[:BATCH_CHARACTERS])
-        rows += len(part)
+        total += len(part)
         short = [row for row in part if tokenizer.least_tokens(_characters(row)) <= longest]
         traces += [trace for trace in _encode(short, tokenizer) if len(trace.tokens) <= longest]
     if not traces:
         raise MegarlError(
-            f"{source}: all {rows} traces are longer than {longest} tokens; shorten them"
+            f"{source}: all {total} traces are longer than {longest} tokens; shorten them"
         )
     log.info(
         "%s: %d traces, %d left out (longer than %d tokens)",
         source,
         len(traces),
-        rows - len(traces),
+        total - len(traces),
         longest,
     )
     return traces
 
 
 def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
-    """Yield the kept rows of a survey whose reader makes traces."""
+    """Yield the traces of the kept rows of a survey whose reader makes traces."""
     for row, _ in chosen(surveyed):
         if isinstance(row, Taught):
-            yield row
+            yield replace(row, further=())
+            for prompt, parts in row.further:
+                yield replace(row, prompt=prompt, parts=parts, further=())
 
 
 def _characters(row: Taught) -> int:
@@ -192,25 +224,27 @@ def _last_role(messages: Any) -> Any:
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """Read a trace as user text and completion, without a template. Its id is a hash of
-    all its texts, up to whitespace.
+    """Read a trace as user text and what is learnt, without a template. Its id is a
+    hash of all its texts, up to whitespace.
     """
-    return _without_template(_texts_of(raw))
+    return _without_template(_content_of(raw))
 
 
-def _without_template(texts: _Texts) -> Taught:
-    """Return a trace with these texts as they are. Of a context of messages, its prompt
-    has only what the user says.
+def _without_template(content: _Texts | _Conversation) -> Taught:
+    """Return a trace with its texts as they are. Of a conversation, its prompt has only
+    what the user says.
     """
-    context, completion = texts
-    if isinstance(context, str):
-        context_identity = context
-        prompt = context
+    if isinstance(content, _Texts):
+        prompt, completion = content
+        name = "\0".join([prompt, *completion])
+        answer = "".join(completion)
     else:
-        context_identity = identity("", context)
-        prompt = user_text(context)
-    name = fingerprint("\0".join([context_identity, *completion]))
-    return Taught(f"{name:016x}", prompt, "".join(completion), parts=tuple(completion))
+        messages, turns, tools = content
+        prompt = user_text(messages)
+        completion = [messages[turn]["content"] for turn in turns]
+        name = identity(json.dumps(tools) if tools else "", messages) + f"\0{turns}"
+        answer = "\n".join(completion)
+    return Taught(f"{fingerprint(name):016x}", prompt, answer, parts=tuple(completion))
 
 
 def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
@@ -229,31 +263,79 @@ class _TemplatedReader:
         self._source = source
         self._tokenizer = tokenizer
         self._is_checked = False
+        self._takes_tools = False
+        # The token that ends a turn, by the role of the message after it.
+        self._end_before: dict[str, str] = {}
 
     @cached_property
     def _chat(self) -> ChatTemplate:
         return load_chat(self._tokenizer.path)
 
     @cached_property
-    def _end(self) -> str:
-        return _end_of_turn(self._chat, self._tokenizer)
+    def _ends(self) -> tuple[str, ...]:
+        tokenizer = self._tokenizer
+        return tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
 
     def __call__(self, raw: Mapping[str, Any]) -> Taught:
         """Read a row. UnfitError if it is no trace; MegarlError if the template cannot
         render its messages.
         """
-        texts = _texts_of(raw)
-        row = _without_template(texts)
-        if isinstance(texts.context, str):
+        content = _content_of(raw)
+        row = _without_template(content)
+        if isinstance(content, _Texts):
             return row
         try:
-            prompt = self._chat.render_all(texts.context)
+            traces = self._traces(content)
         except MegarlError as error:
             raise MegarlError(f"{self._source}: {error}") from None
-        reply = texts.completion[0]
-        self._check_first(texts.context, reply)
-        learnt = _without_opening(reply, prompt).removesuffix(self._end) + self._end
-        return replace(row, prompt=prompt, parts=(learnt, *texts.completion[1:]))
+        first, *further = [(prompt, tuple(parts)) for prompt, parts in traces]
+        return replace(row, prompt=first[0], parts=first[1], further=tuple(further))
+
+    def _traces(self, conversation: _Conversation) -> list[tuple[str, list[str]]]:
+        """Return prompt and parts of each trace of a conversation: one, unless the
+        prompt of a turn does not continue the turn before.
+        """
+        messages, turns, tools = conversation
+        self._check_tools(messages[: turns[0]], tools)
+        prompts = [self._chat.render(messages[:turn], tools) for turn in turns]
+        self._chat.check_all(messages[: turns[-1]], prompts[-1], tools)
+        traces: list[tuple[str, list[str]]] = []
+        rendered = ""  # prompt and parts of the latest trace
+        for turn, prompt in zip(turns, prompts, strict=True):
+            reply = messages[turn]["content"]
+            self._check_first(messages[:turn], reply)
+            next_role = messages[turn + 1]["role"] if turn + 1 < len(messages) else "user"
+            learnt = self._ended(_without_opening(reply, prompt), next_role)
+            if rendered and prompt.startswith(rendered):
+                traces[-1][1].extend([prompt.removeprefix(rendered), learnt])
+            else:
+                traces.append((prompt, [learnt]))
+            # Without an end token it gets one later, at the end of its trace.
+            rendered = prompt + learnt if learnt.endswith(self._ends) else ""
+        return traces
+
+    def _ended(self, reply: str, next_role: str) -> str:
+        """Return the reply with the token that ends it before a message of this role;
+        as it is if it ends with one, or the template has none.
+        """
+        if next_role not in self._end_before:
+            roles = (next_role, "user")
+            ends = [_end_of_turn(self._chat, self._tokenizer, role) for role in roles]
+            self._end_before[next_role] = ends[0] or ends[1]
+        if reply.endswith(self._ends):
+            return reply
+        return reply + self._end_before[next_role]
+
+    def _check_tools(self, context: Sequence[Message], tools: Sequence[JsonObject]) -> None:
+        """Raise MegarlError if the template leaves out the first row's tools."""
+        if not tools or self._takes_tools:
+            return
+        if self._chat.render(context, tools) == self._chat.render(context):
+            raise MegarlError(
+                f"{self._chat.path}: the chat template leaves out a row's tools; write them into"
+                " its system message, and remove the column tools"
+            )
+        self._takes_tools = True
 
     def _check_first(self, context: Sequence[Message], reply: str) -> None:
         """Log what the user should know of the first row's reply."""
@@ -287,15 +369,16 @@ def _remarks(
         )
 
 
-def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
+def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer, next_role: str) -> str:
     """Return the token with which the template ends an answer or, as GLM-4.5's, begins
-    the user's next message, if it can end a completion; else an empty text: the
+    the next message, of this role, if it can end a completion; else an empty text: the
     eos_token of tokenizer_config.json is learnt.
     """
     question = {"role": "user", "content": "?"}
     reply = {"role": "assistant", "content": SAMPLE_REPLY}
+    following = {"role": next_role, "content": "!"}
     try:
-        text = chat.render([question, reply, question], reply=False)
+        text = chat.render([question, reply, following], reply=False)
         _, _, after_reply = text.partition(SAMPLE_REPLY)
         first_token = tokenizer.ids(after_reply.lstrip())[:1]
     except MegarlError:  # a template or a closed vocabulary that does not take these texts
@@ -338,22 +421,22 @@ def _without_opening(text: str, prompt: str) -> str:
     return text
 
 
-def _texts_of(raw: Mapping[str, Any]) -> _Texts:
-    """Return a row's texts. UnfitError if it has none of the forms that the module
-    names, or one of its texts is empty.
+def _content_of(raw: Mapping[str, Any]) -> _Texts | _Conversation:
+    """Return a row's texts or messages. UnfitError if it has none of the forms that the
+    module names, or one of its texts is empty.
     """
-    conversation = _conversation(raw)
-    if conversation:
-        texts = _texts_of_messages(_messages(conversation, raw.get("system")))
-    else:
-        texts = _texts_of_completion(raw)
-    if not texts.context or not all(texts.completion):
-        raise UnfitError("the prompt or the completion is empty")
+    for key in ("messages", "conversations"):
+        if key in raw:
+            # of an empty column a message that is none: an error
+            return _conversation(raw, raw[key] or [None], 0)
+    prompt = raw.get("prompt")
+    completion = raw.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation(raw, [*prompt, *completion], len(prompt))
+    texts = _texts_of_completion(raw)
+    if not texts.prompt or not all(texts.completion):
+        raise UnfitError(EMPTY)
     return texts
-
-
-def _texts_of_messages(messages: list[Message]) -> _Texts:
-    return _Texts(messages[:-1], [messages[-1]["content"]])
 
 
 def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
@@ -368,50 +451,93 @@ def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
             "the completion's texts must alternate between model and tool, and begin and end with"
             " the model's"
         )
+    if _tools_of(raw):
+        raise UnfitError(
+            "tools beside a prompt of text would be lost; write them into the prompt, or give"
+            " messages"
+        )
     return _Texts(prompt, parts)
 
 
-def _conversation(raw: Mapping[str, Any]) -> Any:
-    """Return the messages of a row that has some, in one column or as prompt and
-    completion; None if it has none.
-    """
-    for key in ("messages", "conversations"):
-        if key in raw:
-            return raw[key] or [None]  # of an empty column a message that is none: an error
-    prompt = raw.get("prompt")
-    completion = raw.get("completion")
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return [*prompt, *completion]
-    return None
-
-
-def _messages(value: Any, system: Any) -> list[Message]:
-    """Convert messages to our format, with the row's system message, if it has one
-    (system), before them. UnfitError unless the last is the assistant's and another one
+def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _Conversation:
+    """Convert a row's messages to our format, with its system message, if it has one in
+    a column of its own, before them. first: the index of the first message that may be
+    learnt. UnfitError unless the last message is the assistant's and another one
     precedes it.
     """
-    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        _check_fields(value)
     messages = messages_of(value)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UnfitError("the last message is not the assistant's, with the user's before it")
+    turns = []
+    for turn, message in enumerate(messages):
+        of_result = {key: value[turn][key] for key in OF_RESULTS if value[turn].get(key)}
+        messages[turn] = {**message, **of_result}
+        is_reply = turn == len(messages) - 1 or bool(user_text(messages[:turn]))
+        may_be_learnt = turn >= first and is_reply and message["role"] == "assistant"
+        if may_be_learnt and _weight(value[turn]):
+            turns.append(turn)
+    _check_fields(value, turns)
+    if not turns:
+        raise UnfitError("nothing of it is learnt: the assistant's messages have weight 0")
+    if not all(messages[turn]["content"] for turn in turns):
+        raise UnfitError(EMPTY)
+    system = raw.get("system")
     if isinstance(system, str) and system:
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+        messages = [{"role": "system", "content": system}, *messages]
+        turns = [turn + 1 for turn in turns]
+    return _Conversation(messages, turns, _tools_of(raw))
 
 
-def _check_fields(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UnfitError if a message has calls, or the last one reasoning, beside its
-    content.
+def _weight(message: Mapping[str, Any]) -> bool:
+    """Return whether a message may be learnt, by its `weight` as in OpenAI's format;
+    UnfitError if that is neither 0 nor 1.
+    """
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise UnfitError(f"a message has the weight {abbreviated(weight)}; it is 0 or 1")
+    return weight != 0
+
+
+def _tools_of(raw: Mapping[str, Any]) -> list[JsonObject]:
+    """Return the row's tools: a list of JSON schemas, or its JSON text. UnfitError if
+    they are something else.
+    """
+    tools = raw.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise UnfitError(f"tools is no JSON: {abbreviated(tools)}") from None
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UnfitError(f"tools is no list of JSON schemas: {abbreviated(tools)}")
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without keys whose value is null. In Arrow files all objects
+    of a column have the keys of each.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _check_fields(messages: Sequence[Mapping[str, Any]], turns: Sequence[int]) -> None:
+    """Raise UnfitError if a message has calls, or one that is learnt reasoning, beside
+    its content.
     """
     for field in CALLS:
         if any(message.get(field) for message in messages):
             raise UnfitError(
-                f"a message has {field}, which would be lost; write the calls into a row of prompt"
-                " and completion"
+                f"a message has {field}, which would be lost; write the calls into its content, as"
+                " the model writes them"
             )
     for field in REASONING:
-        if messages and messages[-1].get(field):
+        if any(messages[turn].get(field) for turn in turns):
             raise UnfitError(
                 f"the reasoning is in {field}, which would be lost; write it into the content,"
                 " with its tags"

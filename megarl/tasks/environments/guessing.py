@@ -37,13 +37,13 @@ class Guessing(Environment):
         """Compare the turn's last number with the secret."""
         numbers = NUMBER.findall(self._setting.answer_text(tokens))
         if not numbers:
-            return Observation(self._setting.framing.tokens("no number"), error=True)
+            return Observation(self._setting.framing.tokens("no number", tokens), error=True)
         guess = int(numbers[-1])
         self._is_right = guess == self._secret
         if self._is_right:
             return DONE
         hint = "higher" if guess < self._secret else "lower"
-        return Observation(self._setting.framing.tokens(hint))
+        return Observation(self._setting.framing.tokens(hint, tokens))
 
     async def reward(self) -> Verdict | None:
         """Return whether the number was guessed."""

@@ -55,10 +55,10 @@ class Python(Environment):
         try:
             program = program_of(*call)
         except ValueError as error:
-            return Observation(self._setting.framing.tokens(str(error)), error=True)
+            return Observation(self._setting.framing.tokens(str(error), tokens), error=True)
         ran = await self._setting.sandbox.run(WRAPPED.format(program=program), "")
         failed = ran.ended != "exit" or ran.status != 0
-        return Observation(self._setting.framing.tokens(reply_about(ran)), error=failed)
+        return Observation(self._setting.framing.tokens(reply_about(ran), tokens), error=failed)
 
 
 def last_call(text: str) -> tuple[str, str] | None:

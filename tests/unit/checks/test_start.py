@@ -18,7 +18,7 @@ from megarl import cli
 from megarl.checks import inputs, start
 from megarl.core.base.architecture import CONFIGS
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import META, Endpoints, RunDir
+from megarl.core.base.rundir import META, Endpoints, RunDir, append_jsonl, latest_rows
 from megarl.core.base.weight_files import INDEX, parameters
 from megarl.core.controller.metrics import session_of
 from megarl.core.journal.journal import Journal
@@ -494,6 +494,11 @@ def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDi
         ),
         ("data", {"tasks": {}}, r"data\.tasks\.math\.weight: 1\.0 in .*, None now"),
         (
+            "model",
+            {"moe": {"routing_replay": True}},
+            r"model\.moe\.routing_replay: False in .*, True now",
+        ),
+        (
             "data",
             {
                 "tasks": {
@@ -518,6 +523,7 @@ def test_history_is_not_altered(
     [
         ("resources", {"servers": 3, "learner_ranks": 2}),
         ("model", {"tensor_parallel": 1}),
+        ("model", {"moe": {"aux_loss": 0.1}}),
         ("run", {"steps": 500}),
         ("evaluation", {"every": 5}),
         ("agent", {"at_once": 2}),
@@ -838,6 +844,30 @@ def test_a_price_in_hours_that_the_run_does_not_count(tree: Tree) -> None:
         MegarlError, match=r"checkpoint\.milestones: '1 GPU-hours', but this run counts core-hours"
     ):
         inputs.check_all(make.recipe(tree, checkpoint={"milestones": ["1 GPU-hours"]}))
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_hours_of_gpus_and_of_cores_are_not_added(
+    recipe: Recipe, write_run: Callable[[int], RunDir], forked: bool
+) -> None:
+    rundir = write_run(3)
+    resumed = not forked
+    if forked:
+        run = recipe.run.model_copy(update={"fork": f"{rundir.path}@3", "name": "child"})
+        recipe = recipe.model_copy(update={"run": run})
+    child = RunDir(recipe.run.path)
+    placed = place(recipe, (this_node(20, ""),))
+    rows = latest_rows(rundir.metrics)
+    for unit in ("core", "gpu"):
+        rundir.metrics.write_text("")
+        for row in rows:
+            append_jsonl(rundir.metrics, row | {"compute_unit": unit})
+        if unit == "core":
+            start.check_units(recipe, placed, child, resumed)
+    with pytest.raises(
+        MegarlError, match="its compute is in gpu-hours, to which core-hours cannot be added"
+    ):
+        start.check_units(recipe, placed, child, resumed)
 
 
 @pytest.mark.processes

@@ -270,6 +270,18 @@ def test_a_learner_that_leaves_before_the_last_step_has_crashed(
     assert json.loads(rundir.summary.read_text())["steps"] == 2000
 
 
+def test_a_job_ends_before_slurms_signal_if_the_checkpoint_takes_longer(
+    live: Callable[..., Life],
+) -> None:
+    """Its status has the job queued again, as after the signal."""
+    life = live(before="export SLURM_JOB_END_TIME=$(( $(date +%s) + 1000 ));")
+    life.wait_for_steps(2)
+    append_jsonl(life.rundir.metrics, {"step": 0, "checkpoint_write_seconds": 700.0})
+    status, output = life.end()
+    assert status == 128 + signal.SIGUSR1, output
+    assert "the job ends soon, and a step and the checkpoints of this run take up to 14" in output
+
+
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGUSR1, 128 + signal.SIGUSR1), (signal.SIGINT, 1)]
 )

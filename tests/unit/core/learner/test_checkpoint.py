@@ -80,6 +80,21 @@ def test_its_size_is_what_a_start_requires_of_the_disk(
     assert [text for text in caplog.messages if "will not fit on the disk" in text]
 
 
+def test_how_long_a_checkpoint_took_until_it_was_whole(checkpoints: Checkpoints) -> None:
+    """Not until the next step looked, which may take minutes."""
+    checkpoints.trainer.step = 3
+    start = time.monotonic()
+    checkpoints.save()
+    writing = checkpoints._writing
+    assert writing is not None
+    writing.thread.join()
+    assert start <= writing.start < writing.thread.end <= time.monotonic()
+    writing.thread.end = writing.start + 100.0
+    checkpoints.finish()
+    assert checkpoints.write_seconds is not None
+    assert 100.0 <= checkpoints.write_seconds < 200.0
+
+
 def test_a_step_that_is_damaged_again_takes_the_place_of_the_one_put_aside(
     checkpoints: Checkpoints,
 ) -> None:

@@ -17,6 +17,7 @@ from megarl.core.models.families import SourceView
 from megarl.core.recipe import Model
 from tests import support_matrix
 from tests.tiny import (
+    CARD_YARN,
     MOONLIGHT,
     YARN,
     gradients,
@@ -57,13 +58,17 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         tiny_llama,
         ODD | {"intermediate_size": 77, "rope_parameters": DEFAULT_ROPE},
     ),
+    "llama, YaRN, wide heads": (tiny_llama, {"rope_parameters": CARD_YARN}),
     "llama, no grouping": (tiny_llama, {"num_key_value_heads": 8, "head_dim": 8}),
-    "qwen2": (tiny_qwen2, {}),
+    "qwen2, YaRN": (tiny_qwen2, {"rope_parameters": CARD_YARN}),
     "qwen2, tied, odd, default rope, one key-value head": (
         tiny_qwen2,
         ODD | {"tie_word_embeddings": True, "vocab_size": 131, "rope_parameters": DEFAULT_ROPE},
     ),
-    "qwen3, queries grouped 8:1": (tiny_qwen3, {"num_key_value_heads": 1}),
+    "qwen3, YaRN, queries grouped 8:1": (
+        tiny_qwen3,
+        {"num_key_value_heads": 1, "rope_parameters": CARD_YARN},
+    ),
     "qwen3, tied, odd": (tiny_qwen3, ODD | {"tie_word_embeddings": True, "vocab_size": 131}),
     "qwen3-moe, 2 of 4": (tiny_qwen3_moe, {}),
     "qwen3-moe, 3 of 5 not normalised, a dense layer, odd": (
@@ -76,7 +81,10 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3-moe, every second layer": (tiny_qwen3_moe, {"decoder_sparse_step": 2}),
+    "qwen3-moe, YaRN, every second layer": (
+        tiny_qwen3_moe,
+        {"decoder_sparse_step": 2, "rope_parameters": CARD_YARN},
+    ),
     "glm-4.5": (tiny_glm4_moe, {}),
     "glm-4.5-air, odd: no norms of heads, 2 of 5 experts, 2 dense layers, a quarter rotated": (
         tiny_glm4_moe,
@@ -113,7 +121,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "deepseek-v3, scores unscaled, not interleaved, experts everywhere": (
         tiny_deepseek_v3,
         {
-            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0},
+            "rope_parameters": CARD_YARN,
             "rope_interleave": False,
             "first_k_dense_replace": 0,
         },

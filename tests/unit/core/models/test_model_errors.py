@@ -25,6 +25,7 @@ from tests import make
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import (
+    CARD_YARN,
     tiny_deepseek_v3,
     tiny_glm4_moe,
     tiny_glm4_moe_lite,
@@ -76,7 +77,11 @@ def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
     [
         {"hidden_act": "gelu"},
         {"attention_bias": True},
-        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        {"rope_parameters": CARD_YARN | {"attention_factor": 1.5}},
+        {"rope_parameters": CARD_YARN | {"attn_factor": 1.5}},
+        {"rope_parameters": CARD_YARN | {"mscale": 0.7}},
+        {"rope_parameters": CARD_YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}},
         {
             "rope_scaling": {"rope_type": "yarn"}
         },  # beside the rope_parameters, as Qwen3's README has it

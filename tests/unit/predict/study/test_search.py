@@ -118,6 +118,12 @@ def test_the_better_half_goes_on(tmp_path: Path) -> None:
     assert len(order(path)) == 7, "nothing is left to do"
     with pytest.raises(MegarlError, match="rungs 12, 24; go on with the same"):
         search(path, branch=6)
+    study = opened(path)
+    scores = study.tasks[0].rundir.eval  # now as of a job on another partition
+    scores.write_text(scores.read_text().replace('"core"', '"gpu"'))
+    assert "Compute: not added up, because the runs count core-hours and GPU-hours." in (
+        searching.report(study)
+    )
 
 
 @pytest.mark.processes

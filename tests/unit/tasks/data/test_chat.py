@@ -289,7 +289,7 @@ def task_with_chat() -> Task:
     ).data.tasks["t"]
 
 
-def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_path: Path) -> None:
+def test_of_messages_the_assistants_are_learnt_behind_the_same_prompt(tmp_path: Path) -> None:
     save(tmp_path, PLAIN)
     tokenizer = load_tokenizer(tmp_path)
     file = tmp_path / "s.jsonl"
@@ -307,6 +307,7 @@ def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_pa
         for t in load_traces(file, tokenizer)
     ]
     assert found == [
+        ("<1>=2<eos>", "<1>="),
         ("<1><2><3>=<think>4</think>5<eos>", "<1><2><3>="),
         ("<9><1>=2<eos>", "<9><1>="),
     ]
@@ -416,8 +417,8 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path: Path) -> No
     file.write_text(
         json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]})
     )
-    (trace,) = load_traces(file, tokenizer)
-    assert tokenizer.decode(trace.tokens) == "<1><3><4>=5<eos>"
+    found = [tokenizer.decode(trace.tokens) for trace in load_traces(file, tokenizer)]
+    assert found == ["<1>=<think>2</think>3<eos>", "<1><3><4>=5<eos>"]
     turns[1:1] = [("function_call", "6*7"), ("observation", "42")]
     file.write_text(
         json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]})

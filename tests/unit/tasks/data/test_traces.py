@@ -2,6 +2,7 @@
 at.
 """
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megarl.cli import main
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.data.arithmetic_models import character_tokenizer
+from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.traces import are_traces, load_traces, spoken
 from tests import make
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
@@ -91,7 +93,8 @@ def test_what_the_user_says() -> None:
         {"from": "gpt", "value": "4"},
     ]
     row = spoken({"system": "9", "conversations": turns})
-    assert (row.prompt, row.answer) == ("1\n3", "4")
+    assert (row.prompt, row.answer) == ("1\n3", "2\n4")
+    assert spoken({"prompt": turns[:3], "completion": turns[3:]}).answer == "4"
     assert spoken({"conversations": turns}).id != row.id, "it is another trace"
     assert spoken(MESSAGES).prompt == spoken(PAIR).prompt
 
@@ -114,6 +117,10 @@ CALLED = {
         ),
         ([ASKED, ANSWERED | {"thinking": "2+1=3"}], "the reasoning is in thinking"),
         ([ASKED, CALLED, {"role": "tool", "content": "13"}, ANSWERED], "a message has tool_calls"),
+        (
+            [ASKED, ANSWERED | {"reasoning": "2+1=3"}, ASKED, ANSWERED],
+            "the reasoning is in reasoning",
+        ),
     ],
 )
 def test_what_stands_beside_the_content_is_not_dropped_in_silence(
@@ -126,11 +133,13 @@ def test_what_stands_beside_the_content_is_not_dropped_in_silence(
         load_traces(write(tmp_path / "s.jsonl", MESSAGES, {"messages": messages}), tokenizer())
 
 
-def test_fields_that_say_nothing_and_reasoning_of_earlier_turns_do_no_harm() -> None:
+def test_fields_that_say_nothing_and_reasoning_that_is_not_learnt_do_no_harm() -> None:
     """Templates drop what was thought before the last question."""
     earlier = ANSWERED | {"reasoning_content": "2+1=3"}
     last = TURNS[1] | {"tool_calls": None, "reasoning_content": ""}
-    row = spoken({"messages": [ASKED, earlier, ASKED, last]})
+    row = spoken({"prompt": [ASKED, earlier, ASKED], "completion": [last]})
+    assert row.answer == "<think>2+1=3</think>13"
+    row = spoken({"messages": [ASKED, earlier | {"weight": 0}, ASKED, last | {"weight": 1}]})
     assert row.answer == "<think>2+1=3</think>13"
 
 
@@ -210,3 +219,78 @@ def test_an_eos_token_that_ends_no_turn_is_not_learnt_instead_of_the_one_that_do
     found = [made.decode(trace.tokens[trace.prompt_tokens :]) for trace in traces]
     said = TURNS[1]["content"]
     assert found == [f"{said}{end}", f"!{end}", f"{said}<|end_of_text|>"]
+
+
+TOLD = {"role": "tool", "content": "13", "tool_call_id": "add:0"}
+CALL = {"role": "assistant", "content": "add(12, 1)"}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_each_turn_of_the_assistant_is_learnt_as_it_will_be_sampled(
+    tmp_path: Path, family: str
+) -> None:
+    """After the template's text of what came before, in one trace where that has the
+    turn before word for word.
+    """
+    made, _ = published(tmp_path, family)
+    messages = [ASKED, CALL, TOLD, ANSWERED, ASKED, TURNS[1]]
+    traces = load_traces(write(tmp_path / "s.jsonl", {"messages": messages}), made)
+    ends = ["<|observation|>", "<|user|>", "<|user|>"]
+    if family != "GLM-4.5":
+        ends = [PUBLISHED[family][1]] * 3
+    replies = ["add(12, 1)", "13", TURNS[1]["content"]]
+    learnt = "".join(made.decode(trace.tokens[trace.learnt]) for trace in traces)
+    assert learnt == "".join(map(str.__add__, replies, ends))
+    chat = load_chat(made.path)
+    expected = [chat.render(messages[:turn]) + replies[turn // 2] for turn in (1, 3, 5)]
+    rendered = [made.decode(trace.tokens[:-1]) for trace in traces]
+    assert rendered == [text for text in expected if text in rendered]
+    assert rendered[-1] == expected[-1]
+    # Their templates write something before or after an earlier answer that was not
+    # sampled.
+    assert len(traces) == (3 if family in ("GLM-4.5", "gpt-oss") else 1)
+
+
+def test_a_turn_of_weight_0_and_those_of_a_prompt_are_not_learnt(tmp_path: Path) -> None:
+    made, _ = published(tmp_path, "Qwen2.5")
+    messages = [ASKED, ANSWERED, ASKED, TURNS[1]]
+    weighted = [ASKED, ANSWERED | {"weight": 0}, ASKED, TURNS[1] | {"weight": 1}]
+    rows: list[dict[str, Any]] = [
+        {"messages": weighted},
+        {"prompt": messages[:3], "completion": messages[3:]},
+    ]
+    for trace in load_traces(write(tmp_path / "s.jsonl", *rows), made):
+        assert made.decode(trace.tokens[trace.learnt]) == f"{TURNS[1]['content']}<|im_end|>"
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_of_a_row_are_in_its_prompt(tmp_path: Path) -> None:
+    made, _ = published(tmp_path, "Qwen2.5")
+    rows = [MESSAGES | {"tools": tools} for tools in ([ADD], json.dumps([ADD]), None, [])]
+    traces = load_traces(write(tmp_path / "s.jsonl", *rows), made)
+    expected = [load_chat(made.path).render(TURNS[:1], tools) for tools in ([ADD], [ADD], [], [])]
+    assert [made.decode(trace.tokens[: trace.prompt_tokens]) for trace in traces] == expected
+    made, _ = published(tmp_path, "DeepSeek-V3")
+    with pytest.raises(MegarlError, match="the chat template leaves out a row's tools"):
+        load_traces(write(tmp_path / "s.jsonl", *rows), made)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (PAIR | {"tools": [ADD]}, "tools beside a prompt of text would be lost"),
+        (MESSAGES | {"tools": "add"}, "tools is no JSON: 'add'"),
+        (MESSAGES | {"tools": ["add"]}, "tools is no list of JSON schemas"),
+        ({"messages": [ASKED, ANSWERED | {"weight": 2}]}, "a message has the weight 2"),
+        ({"messages": [ASKED, ANSWERED | {"weight": 0}]}, "nothing of it is learnt"),
+        (
+            {"messages": [ASKED, ANSWERED | {"content": ""}, ASKED, ANSWERED]},
+            "the prompt or the completion is empty",
+        ),
+    ],
+)
+def test_what_is_no_trace(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(MegarlError, match=said):
+        load_traces(write(tmp_path / "s.jsonl", row), tokenizer())

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
+from megarl.tasks.data.chat import load_chat
 from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.graders.sandbox import Sandbox
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
@@ -127,12 +128,38 @@ def test_templates_that_cannot_hold_a_reply(tmp_path: Path) -> None:
         MegarlError, match=r"does not end a turn with '<\|end\|>', at which a completion ends"
     ):
         Framing(tokenizer, "chat", 200).check()
+
+
+@pytest.mark.parametrize(
+    ("end", "role", "repeated"),
+    [
+        ("<|observation|>", "tool", ""),
+        ("<|user|>", "user", ""),
+        ("<|endoftext|>", "tool", "<|endoftext|>"),
+    ],
+)
+def test_a_turn_that_ends_with_the_beginning_of_its_reply(
+    tmp_path: Path, end: str, role: str, repeated: str
+) -> None:
+    """GLM-4.5's: what follows is what the template writes, of the message that the
+    policy began. After its eos_token, which no conversation has, comes all of it.
+    """
     glm, _ = published(tmp_path, "GLM-4.5")
-    with pytest.raises(
-        MegarlError,
-        match=r"does not end a turn with '<\|endoftext\|>' or '<\|user\|>' or '<\|observation",
-    ):
-        Framing(glm, "chat", 200).check()
+    framing = Framing(glm, "chat", 200)
+    framing.check()
+    turn = f"\n<think></think>\n6*7{end}"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    conversation = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "6*7"},
+        {"role": role, "content": "42"},
+    ]
+    prompt = load_chat(tmp_path).render(conversation[:1])
+    expected = theirs.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    reply = glm.decode(framing.tokens("42", glm.ids(turn)))
+    assert prompt + turn + reply == expected.replace("6*7", f"6*7{repeated}")
+    with pytest.raises(MegarlError, match=r"ends no turn, .* give the turn"):
+        framing.tokens("42")
 
 
 def test_a_turn_may_end_with_another_token_than_the_eos_token(tmp_path: Path) -> None:
