@@ -117,6 +117,33 @@ def test_a_model_is_transformers_at_every_length(
         assert (found.grad - wanted.grad).abs().max() <= 2e-5 * wanted.grad.abs().max()
 
 
+def test_recomputation_keeps_less_and_changes_no_bit(one_rank: None, tmp_path: Path) -> None:
+    tiny_qwen3_5(tmp_path)
+    row = torch.randint(0, 128, (1, BOUNDARIES[-1]), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    kept = []
+    for recompute in ("none", "selective"):
+        model = Model(path=str(tmp_path), dtype="fp32")
+        (chunk,) = build.build(model, tmp_path, recompute=recompute)
+        hf.load([chunk], family_of(tmp_path), tmp_path)
+        network = chunk.train().decoder.layers[0].self_attention
+        hidden = torch.randn(BOUNDARIES[-1], 1, 64, generator=torch.Generator().manual_seed(2))
+        sizes: list[int] = []
+
+        def noted(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+            network(hidden.requires_grad_(), packed_seq_params=packed(LENGTHS))
+        kept.append(sum(sizes))
+        logits = chunk(row, None, None, packed_seq_params=packed(LENGTHS))
+        logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in chunk.parameters()])
+    assert kept[1] < kept[0] / 10
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 def test_a_bf16_model_keeps_its_exact_tensors(one_rank: None, tmp_path: Path) -> None:
     """Of the released layout every bit comes back, FP32 and bf16, experts out of their
     stacks. Servers are sent A_log and the norm in FP32.
