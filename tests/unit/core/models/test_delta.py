@@ -13,15 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, delta_kernels, family_of, hf
 from megarl.core.models.delta import DeltaNetwork
 from megarl.core.models.delta_rule import chunks_of, convolve, delta_rule
+from megarl.core.models.layers import CenteredNorm
 from megarl.core.recipe import Model
 from tests.tiny import stored_apart, tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_5_moe_multimodal
 
 # isort: split
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 # Shorter than the convolution, a chunk and a token more, one in the middle of a chunk.
@@ -221,6 +226,28 @@ def test_what_megatron_makes_on_the_cpu_is_moved_to_the_layers(
     for layer in chunk.decoder.layers:
         assert layer.mlp.router.weight.data_ptr() in moved
         assert layer.mlp.shared_experts.gate_weight.data_ptr() in moved
+
+
+@pytest.mark.parametrize("tiny", [tiny_qwen3_5, tiny_qwen3_5_moe])
+def test_with_transformer_engine_no_norm_is_computed_twice(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Any
+) -> None:
+    """Its projections compute the norm before them: attention's, and that of an MLP
+    after either. A delta network's does not, so the norm there is ours.
+    """
+    for module in (gpt_layer_specs, moe_module_specs):
+        monkeypatch.setattr(module, "TESpecProvider", TESpecProvider)
+    tiny(tmp_path)
+    architecture = in_directory(tmp_path)
+    config = build.transformer_config(Model(path=str(tmp_path)), architecture, False)
+    assert config.layernorm_zero_centered_gamma  # its norms, too, multiply by 1 + weight
+    spec = build.block_spec(config, architecture, True, None)
+    layers = [layer_spec.submodules for layer_spec in spec.layer_specs]
+    with_delta = [layer.self_attention.module is DeltaNetwork for layer in layers]
+    assert with_delta == [True] * 3 + [False]
+    assert [layer.input_layernorm for layer in layers] == [CenteredNorm] * 3 + [IdentityOp]
+    fused = [layer.pre_mlp_layernorm is IdentityOp for layer in layers]
+    assert fused == [not architecture.experts] * 4
 
 
 def test_a_frozen_router_does_not_freeze_the_shared_experts_gate(
