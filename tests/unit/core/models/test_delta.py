@@ -58,7 +58,7 @@ def test_no_state_crosses_from_one_sequence_to_the_next() -> None:
     alone.
     """
     tensors = [tensor.requires_grad_() for tensor in inputs()]
-    ours = delta_rule(*tensors, chunks_of(BOUNDARIES, CPU))  # type: ignore[call-arg, arg-type]
+    ours = delta_rule(*tensors, chunks_of(BOUNDARIES, CPU))  # type: ignore[call-arg]
     alone = []
     for first, last in itertools.pairwise(BOUNDARIES):
         q, k, v, g, beta = (tensor[None, first:last] for tensor in tensors)
@@ -193,7 +193,8 @@ def test_norms_add_one_in_float32_and_round_once(one_rank: None, tmp_path: Path)
 def test_decays_are_computed_in_float32(one_rank: None, tmp_path: Path, dtype: str) -> None:
     """exp(A_log) of 12 is beyond fp16's range, and bf16 would round 12.03 to 12."""
     tiny_qwen3_5(tmp_path, torch.float32)
-    (chunk,) = build.build(Model(path=str(tmp_path), dtype=dtype), tmp_path)
+    model = Model.model_validate({"path": str(tmp_path), "dtype": dtype})
+    (chunk,) = build.build(model, tmp_path)
     hf.load([chunk], family_of(tmp_path), tmp_path)
     network = chunk.decoder.layers[0].self_attention
     assert network.A_log.dtype == network.norm_weight.dtype == torch.float32
@@ -302,7 +303,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> list[list[int]]
         if is_wrong:
             k = OffByK.apply(k)
         row = (tensor[0].float() for tensor in (q * scale, k, v, g, beta))
-        output = delta_rule(*row, chunks_of(boundaries, CPU))  # type: ignore[call-arg, arg-type]
+        output = delta_rule(*row, chunks_of(boundaries, CPU))  # type: ignore[call-arg]
         return output.bfloat16()[None], None
 
     module = ModuleType("fla.ops.gated_delta_rule")
