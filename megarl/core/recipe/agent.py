@@ -40,7 +40,11 @@ class AgentSection(Section):
         65_536, ge=1, description="maximum tokens that the policy writes in a session"
     )
     interface: str = Field(
-        "", description="network interface where agents find the policy; empty: loopback"
+        "",
+        description=(
+            "network interface where agents find the policy, with data.sandbox=rlimits; empty:"
+            " loopback"
+        ),
     )
 
     @property
