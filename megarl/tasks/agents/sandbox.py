@@ -247,7 +247,7 @@ def _visible_sockets(stops: Iterable[Path], covers: Iterable[Path]) -> Iterator[
             continue
         socket = Path(path).resolve()
         is_visible = _innermost(socket, edges) not in covered
-        if is_visible and socket.is_socket() and os.access(socket, os.W_OK):
+        if is_visible and os.access(socket, os.W_OK) and socket.is_socket():
             yield socket
 
 
@@ -263,14 +263,14 @@ def _stops(path: Path) -> Iterator[Path]:
         yield link
         target = link.parent / os.readlink(link)
         path = Path(os.path.normpath(target / path.relative_to(link)))
-    if path.exists():
+    if os.path.exists(path):  # False, too, if we may not look
         yield path
 
 
 def _first_link(path: Path) -> Path | None:
     """Return the first link on the way to this path, itself included."""
     for step in (*reversed(path.parents), path):
-        if step.is_symlink():
+        if os.path.islink(step):
             return step
     return None
 
