@@ -23,6 +23,13 @@ class AgentSection(Section):
             " gave after it"
         ),
     )
+    forms: Literal["refuse", "ask"] = Field(
+        "refuse",
+        description=(
+            "a request that demands JSON or the call of one tool: refuse it, or ask the policy for"
+            " it in words; sampling is not constrained"
+        ),
+    )
     at_once: int = Field(32, ge=1, description="maximum number of agents that run at once")
     time_s: float = Field(
         1800,

@@ -40,6 +40,7 @@ from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.bounds import IN_FLIGHT, LARGEST_REWARD, ByteBudget
 from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.errors import WireError, session_over
+from megarl.tasks.agents.forms import in_words, refuse_forms
 from megarl.tasks.agents.inside import PORT
 from megarl.tasks.agents.messages import AgentRequest
 from megarl.tasks.agents.rendering import Rendering
@@ -425,7 +426,9 @@ def _agent_request(protocol: WireProtocol, body: JsonObject, session: AgentSessi
     model, request = protocol.request(body, session.message_cache)
     if model != MODEL:
         raise _unknown_model(model)
-    return request
+    if not session.asks_for_forms:
+        refuse_forms(request)
+    return in_words(request)
 
 
 def _unknown_model(model: str) -> WireError:

@@ -25,6 +25,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Loss, load
 from megarl.environments import Environment, Setting
+from megarl.tasks.agents import terminal
 from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from megarl.tasks.data.prompts import load_tasks
 from megarl.tasks.environments.framing import Framing
@@ -132,6 +133,35 @@ def test_the_agent_speaks_with_the_policy(
             assert "Check your answer" in served.sent()
 
     run(play)
+
+
+@pytest.mark.processes
+def test_the_terminals_tasks_can_be_solved_and_its_traces_are_sessions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace is what the chat template of tiny_model.py makes of such a session."""
+    tasks = importlib.import_module("terminal_tasks")
+    for name, size in (("TRAIN", 3), ("HELDOUT", 3), ("TRACES", 60)):
+        monkeypatch.setattr(tasks, name, size)
+    tasks.main(Path("terminal"))
+    for part in ("train", "heldout"):
+        terminal.main([f"terminal/{part}", f"terminal/{part}.jsonl"])
+    tokenizer = importlib.import_module("tiny_model").tokenizer()
+    traces = [json.loads(line) for line in Path("terminal/sft.jsonl").read_text().splitlines()]
+    assert {len(trace["completion"]) for trace in traces} == {3, 5}
+    for trace in traces:
+        messages = [("system", terminal.SYSTEM), ("user", trace["prompt"].rstrip())]
+        for n, text in enumerate(trace["completion"][:-1]):
+            role = "user" if n % 2 else "assistant"
+            messages.append((role, text.rstrip().removesuffix(tasks.END)))
+        rendered = tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in messages], tokenize=False
+        )
+        assert rendered == trace["prompt"] + "".join(trace["completion"][:-1])
+        assert len(tokenizer(rendered)["input_ids"]) < 60
+    recipe = load("terminal.yaml", [])
+    training, heldout = load_tasks(recipe, byte_tokenizer(folder / "model"))["terminal"]
+    assert (len(training), len(heldout)) == (3, 3)
 
 
 @pytest.fixture
