@@ -2,7 +2,7 @@
 tool.
 
     response_format, text.format, output_format, a named tool
-      ─► Form ─► `agent.forms: refuse`: 400
+      ─► AnswerForm ─► `agent.forms: refuse`: 400
               ─► `agent.forms: ask`:    a sentence in the system message
 
 A provider holds the model to a form while it samples. Here that is not done: what is
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.tasks.agents.errors import refused_field
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, Form
+from megarl.tasks.agents.messages import AgentRequest, AnswerForm, CanonicalMessage
 
 REFUSED = (
     "constrains what is sampled, whose log-probs are then not the policy's; leave it out, or set"
@@ -25,7 +25,7 @@ _NAMED = ("function", "tool")
 _CHOICES = (None, "auto", "any", "required", "none")
 
 
-def form_of_text(field: str, format: Any) -> list[Form]:
+def form_of_text(field: str, format: Any) -> list[AnswerForm]:
     """Return the form that a field of a request demands of the text, if any. WireError
     if it is unknown.
     """
@@ -35,7 +35,7 @@ def form_of_text(field: str, format: Any) -> list[Form]:
     if kind == "text":
         return []
     if kind == "json_object":
-        return [Form(field, "Answer with a JSON object and nothing else.")]
+        return [AnswerForm(field, "Answer with a JSON object and nothing else.")]
     if kind != "json_schema":
         raise refused_field(field, f"{kind!r} is not one of text, json_object, json_schema")
     described = format.get("json_schema", format)  # chat completions nest it
@@ -43,11 +43,13 @@ def form_of_text(field: str, format: Any) -> list[Form]:
     if not isinstance(schema, dict):
         raise refused_field(field, "it has no schema")
     return [
-        Form(field, f"Answer with JSON that has this schema and nothing else:\n{_text(schema)}")
+        AnswerForm(
+            field, f"Answer with JSON that has this schema and nothing else:\n{_text(schema)}"
+        )
     ]
 
 
-def form_of_choice(choice: Any) -> list[Form]:
+def form_of_choice(choice: Any) -> list[AnswerForm]:
     """Return the form that a tool choice demands, if it names a tool. choice: a word or
     an object with a type. WireError if it is unknown.
     """
@@ -60,7 +62,7 @@ def form_of_choice(choice: Any) -> list[Form]:
         name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise refused_field("tool_choice", f"{kind!r} is not a choice, or names no tool")
-    return [Form("tool_choice", f"Call the tool {name}.")]
+    return [AnswerForm("tool_choice", f"Call the tool {name}.")]
 
 
 def in_words(request: AgentRequest) -> AgentRequest:

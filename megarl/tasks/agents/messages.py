@@ -81,7 +81,7 @@ class CanonicalMessage:
         return hashlib.sha256(tagged([self.role, text, calls])).digest()
 
 
-class Form(NamedTuple):
+class AnswerForm(NamedTuple):
     """A form that a request demands of its answer. field: where it does; words: how the
     policy is asked for it.
     """
@@ -100,7 +100,7 @@ class AgentRequest:
     tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    forms: tuple[Form, ...] = ()
+    forms: tuple[AnswerForm, ...] = ()
 
 
 def tagged(value: Any) -> bytes:

@@ -22,8 +22,8 @@ from megarl.tasks.agents.errors import WireError, refused_field
 from megarl.tasks.agents.forms import form_of_choice
 from megarl.tasks.agents.messages import (
     AgentRequest,
+    AnswerForm,
     CanonicalMessage,
-    Form,
     ReadMessages,
     decoded,
 )
@@ -152,7 +152,7 @@ def request_of(
     tools: Iterable[tuple[str, JsonObject]],
     choice: Any,
     limits: Iterable[int | None],
-    forms: Iterable[Form],
+    forms: Iterable[AnswerForm],
     stop: str | list[str] | None = None,
 ) -> AgentRequest:
     """Return a request. tools: (type, function); choice: the tool choice, a word or an
