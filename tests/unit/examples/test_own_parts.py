@@ -32,6 +32,7 @@ from megarl.tasks.environments.framing import Framing
 from megarl.tasks.environments.python import LIMITS
 from megarl.tasks.graders.functions import check_importable
 from megarl.tasks.graders.sandbox import Sandbox
+from tests.harnesses.environments import python_of
 from tests.unit.tasks.agents.serving import gateway, run
 from tests.unit.tasks.environments.texts import byte_tokenizer
 
@@ -162,6 +163,37 @@ def test_the_terminals_tasks_can_be_solved_and_its_traces_are_sessions(
     recipe = load("terminal.yaml", [])
     training, heldout = load_tasks(recipe, byte_tokenizer(folder / "model"))["terminal"]
     assert (len(training), len(heldout)) == (3, 3)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("said", "reward"), [("645", 1.2), ("It is 645.", 1.0)])
+def test_a_task_of_the_hub_is_rewarded_by_its_rubric(
+    examples: Path, tmp_path: Path, said: str, reward: float
+) -> None:
+    """hub_taskset.py by hub_agent.py, in verifiers' own environment."""
+    python = str(python_of("verifiers"))
+
+    async def play() -> None:
+        async with gateway(tmp_path, said) as served:
+            program = await asyncio.create_subprocess_exec(
+                *(python, str(examples / "hub_agent.py"), "hub_taskset"),
+                env=os.environ
+                | {
+                    "OPENAI_BASE_URL": f"{served.url}/v1",
+                    "OPENAI_API_KEY": served.session.key,
+                    "OPENAI_MODEL": "policy",
+                    "PYTHONPATH": str(examples),
+                },
+                stdin=asyncio.subprocess.PIPE,
+            )
+            task = {"prompt": "1", "reward_key": served.session.reward_key}
+            await program.communicate(json.dumps(task).encode())
+            assert program.returncode == 0
+            assert served.session.reward == pytest.approx(reward)
+            assert len(served.session.rollout().paths) == 1
+
+    run(play, limit_s=300)
 
 
 @pytest.fixture
