@@ -8,7 +8,10 @@ sends back is what was written.
 
 import json
 import math
+import os
 import string
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from functools import partial
 from itertools import pairwise
@@ -196,6 +199,39 @@ def test_a_users_own_agent_learns(workplace: Path) -> None:
     first, *_, last = latest_scores(run.rundir.eval)
     print(first, last)
     assert last["pass_rate"] > first["pass_rate"] + 0.1
+
+
+@pytest.mark.processes
+def test_a_tiny_policy_learns_to_work_in_a_terminal(tmp_path: Path) -> None:
+    """What docs/how-to/agents.md says: its commands as they stand, to a curve that
+    rises.
+    """
+    root = PROGRAMS.parents[2]
+    page = (root / "docs" / "how-to" / "agents.md").read_text()
+    section = page.partition("## A terminal")[2].partition("\n## ")[0]
+    block = section.partition("```sh\n")[2].partition("```")[0].splitlines()
+    assert len(block) == 6
+    (tmp_path / "examples").symlink_to(root / "examples")
+    python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in block[:-1]:
+        made = subprocess.run(
+            command.split(),
+            cwd=tmp_path,
+            env=runs.quiet() | python | {"PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+        )
+        assert made.returncode == 0, made.stderr
+    run = runs.start(tmp_path, recipe=block[-1].removeprefix("megarl train "))
+    try:
+        assert run.finish(900) == 0, run.tail()
+    finally:
+        run.kill()
+    runs.check_history(run.rundir, run.recipe)
+    runs.check_parity(run.rundir)
+    curve = [score["pass_rate"] for score in latest_scores(run.rundir.eval)]
+    print(curve)
+    assert curve[-1] > curve[0] + 0.15
 
 
 @pytest.mark.parametrize("replay", [True, False])

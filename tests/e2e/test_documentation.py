@@ -47,6 +47,12 @@ TESTED_ELSEWHERE = {
     'make quickstart-agent ARGS="run.name=mine data.tasks.products.agent=my_agent:solve"': (
         "the same"
     ),
+    "python examples/terminal_tasks.py terminal": ("test_agents.py"),
+    "python examples/tiny_model.py terminal/init": ("the same"),
+    "python -m megarl.tasks.agents.terminal terminal/train terminal/train.jsonl": ("the same"),
+    "python -m megarl.tasks.agents.terminal terminal/heldout terminal/heldout.jsonl": ("the same"),
+    "megarl sft examples/terminal.yaml": ("the same"),
+    "megarl train examples/terminal.yaml": ("the same"),
     "make bench": "a benchmark",
     "export TEACHER_KEY=$(openssl rand -hex 16)": "tests/e2e/test_distillation.py",
     "megarl serve quickstart --model exported --port 30000 --api-key env:TEACHER_KEY &": "the same",

@@ -23,6 +23,13 @@ class AgentSection(Section):
             " gave after it"
         ),
     )
+    forms: Literal["refuse", "ask"] = Field(
+        "refuse",
+        description=(
+            "a request that demands JSON or the call of one tool: refuse it, or ask the policy for"
+            " it in words; sampling is not constrained"
+        ),
+    )
     at_once: int = Field(32, ge=1, description="maximum number of agents that run at once")
     time_s: float = Field(
         1800,
@@ -40,7 +47,11 @@ class AgentSection(Section):
         65_536, ge=1, description="maximum tokens that the policy writes in a session"
     )
     interface: str = Field(
-        "", description="network interface where agents find the policy; empty: loopback"
+        "",
+        description=(
+            "network interface where agents find the policy, with data.sandbox=rlimits; empty:"
+            " loopback"
+        ),
     )
 
     @property

@@ -379,6 +379,11 @@ def _agent_run(r: Recipe, key: str) -> Iterator[str]:
             "agent.credit: gmpo needs one advantage per rollout, but turns have their own; set"
             " episode"
         )
+    if r.agent.interface and r.data.sandbox == "bubblewrap":
+        yield (
+            "agent.interface: agents in bubblewrap reach no network interface; leave it out, or set"
+            " data.sandbox=rlimits"
+        )
     if r.length.control == "overlong_penalty":
         yield (
             f"{key}.agent: length.control=overlong_penalty is for one completion, but a session"

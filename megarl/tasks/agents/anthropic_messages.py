@@ -10,6 +10,7 @@ import msgspec
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
 from megarl.tasks.agents.errors import ContextFull, WireError
+from megarl.tasks.agents.forms import form_of_text
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from megarl.tasks.agents.session import ServedTurn
 
@@ -73,8 +74,9 @@ class AnthropicMessages(wire.WireProtocol):
 
     def read(self, body: MessagesBody, cache: ReadMessages) -> AgentRequest:
         """Return the request in a body. WireError if the policy cannot answer it."""
-        wire.refuse_format(body.output_format, "output_format")
-        wire.refuse_format(body.output_config and body.output_config.format, "output_config.format")
+        forms = form_of_text("output_format", body.output_format)
+        if body.output_config:
+            forms += form_of_text("output_config.format", body.output_config.format)
         system = BILLING.sub("", wire.text_of(body.system, "system", "\n\n"), count=1)
         messages = [CanonicalMessage("system", system)] if system else []
         messages += cache.read(body.messages, BlockMessage, _messages, "messages")
@@ -83,6 +85,7 @@ class AnthropicMessages(wire.WireProtocol):
             [_tool(tool) for tool in body.tools or ()],
             body.tool_choice,
             [body.max_tokens],
+            forms,
             body.stop_sequences,
         )
 

@@ -9,6 +9,7 @@ import msgspec
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
 from megarl.tasks.agents.errors import refused_field
+from megarl.tasks.agents.forms import form_of_text
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from megarl.tasks.agents.session import ServedTurn
 
@@ -91,7 +92,6 @@ class ChatCompletions(wire.WireProtocol):
         """Return the request in a body. WireError if the policy cannot answer it."""
         if body.n not in (None, 1):
             raise refused_field("n", SEVERAL_ANSWERS)
-        wire.refuse_format(body.response_format, "response_format")
         if body.modalities not in (None, ["text"]):
             raise refused_field("modalities", "the policy reads and writes text")
         return wire.request_of(
@@ -99,6 +99,7 @@ class ChatCompletions(wire.WireProtocol):
             [(tool.type, tool.function) for tool in body.tools or ()],
             body.tool_choice,
             (body.max_tokens, body.max_completion_tokens),
+            form_of_text("response_format", body.response_format),
             body.stop,
         )
 

@@ -16,12 +16,16 @@ its prompt has been rendered.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,11 +40,14 @@ from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.bounds import IN_FLIGHT, LARGEST_REWARD, ByteBudget
 from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.errors import WireError, session_over
+from megarl.tasks.agents.forms import in_words, refuse_forms
+from megarl.tasks.agents.inside import PORT
 from megarl.tasks.agents.messages import AgentRequest
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.responses import Responses
 from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
 from megarl.tasks.agents.wire import WireProtocol
+from megarl.tasks.graders.scratch import scratch
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
@@ -57,13 +64,17 @@ PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, MESSAGES, Responses())
 
 
 class Gateway:
-    """Serves sessions on `host` from `start` to `close`. url: the server's address,
-    without /v1.
+    """Serves sessions from `start` to `close`: on `host` or, if that is empty, on a
+    socket in the file system, to which sandboxes forward a port of their own.
+
+    url: the server's address for an agent, without /v1. socket: the socket's path.
     """
 
     def __init__(self, host: str) -> None:
         self._host = host
         self.url = ""
+        self.socket: Path | None = None
+        self._folder = contextlib.ExitStack()
         self._sessions: dict[str, AgentSession] = {}
         self._sessions_by_reward_key: dict[str, AgentSession] = {}
         self._ignored = set[tuple[str, str]]()
@@ -86,9 +97,14 @@ class Gateway:
     async def start(self) -> "Gateway":
         """Start to listen; return this gateway."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        if self._host:
+            await web.TCPSite(self._runner, self._host, 0).start()
+            self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        else:
+            folder = self._folder.enter_context(scratch())
+            self.socket = folder / "socket"
+            await web.SockSite(self._runner, _listening(self.socket)).start()
+            self.url = f"http://127.0.0.1:{PORT}"
         log.info("agents find the policy at %s/v1", self.url)
         return self
 
@@ -97,6 +113,7 @@ class Gateway:
         for session in self._sessions.values():
             session.end("the run ends")
         await self._runner.cleanup()
+        self._folder.close()
 
     @asynccontextmanager
     async def session(
@@ -280,6 +297,20 @@ class Gateway:
                 log.info("agents' field %r is ignored (%s)", field, protocol.path)
 
 
+def _listening(path: Path) -> socket.socket:
+    """Return a socket at this path, which whoever reaches the path may connect to. The
+    path may be longer than the address of a socket.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+    path.chmod(0o666)  # its folder is ours alone
+    return listener
+
+
 def _server_log() -> logging.Logger:
     """Return aiohttp's log, in which a malformed request is one line: its traceback
     says nothing of ours.
@@ -395,7 +426,9 @@ def _agent_request(protocol: WireProtocol, body: JsonObject, session: AgentSessi
     model, request = protocol.request(body, session.message_cache)
     if model != MODEL:
         raise _unknown_model(model)
-    return request
+    if not session.asks_for_forms:
+        refuse_forms(request)
+    return in_words(request)
 
 
 def _unknown_model(model: str) -> WireError:

@@ -3,6 +3,7 @@ or function.
 
     stdin         {"prompt", "id", "task", "answer", "reward_key"}
     environment   OPENAI_BASE_URL, …: how to reach the session
+    FORWARDED     in bubblewrap: the gateway's socket, to which PORT is forwarded
     arguments     one of:
     command PYTHONPATH WORD …
         replaces this process; it posts its reward, or leaves it to the task's grader
@@ -11,6 +12,7 @@ or function.
         the grader
 """
 
+import contextlib
 import inspect
 import json
 import math
@@ -18,8 +20,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -28,6 +32,14 @@ from pathlib import Path
 
 from megarl.core.base.process import die_with_parent, imported
 
+FORWARDED = "/dev/megarl-gateway"
+"""Where a sandbox has the gateway's socket."""
+PORT = 8000
+"""The port of a sandbox's own loopback interface that leads to the gateway."""
+WAITING_CONNECTIONS = 128
+COPIED_BYTES = 1 << 16
+STACK_BYTES = 1 << 18
+"""Of a thread that copies: two of them serve a connection."""
 REWARD_LIMIT_S = 60.0
 LARGEST_FILE = 1 << 30
 KERNEL_FILES = (
@@ -86,6 +98,8 @@ def main(words: list[str]) -> None:
     quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     resource.setrlimit(resource.RLIMIT_DATA, (quarter_of_memory, quarter_of_memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
+    if os.path.exists(FORWARDED):
+        _forward()
     if words[0] == "command":
         os.environ["PYTHONPATH"] = words[1]  # ours would make another Python import our packages
         os.execvp(words[2], words[2:])
@@ -105,6 +119,50 @@ def main(words: list[str]) -> None:
         reward = asyncio.run(_awaited(reward))
     if reward is not None:
         _post(task, reward)
+
+
+def _forward() -> None:
+    """Start a process that forwards PORT to the gateway's socket as long as the sandbox
+    lives. When this returns, the port is open.
+    """
+    listener = socket.create_server(("127.0.0.1", PORT), backlog=WAITING_CONNECTIONS)
+    child = os.fork()
+    if child:
+        listener.close()
+        os.waitpid(child, 0)
+        return
+    try:
+        if os.fork():  # an agent that waits for all of its children has none here
+            os._exit(0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nothing, standard)
+        threading.stack_size(STACK_BYTES)
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=_connect, args=(client,), daemon=True).start()
+    finally:
+        os._exit(1)
+
+
+def _connect(client: socket.socket) -> None:
+    """Forward a connection, both ways, until both sides have closed it."""
+    gateway = socket.socket(socket.AF_UNIX)
+    with client, gateway:
+        gateway.connect(FORWARDED)
+        back = threading.Thread(target=_copy, args=(gateway, client), daemon=True)
+        back.start()
+        _copy(client, gateway)
+        back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Pass on what comes from the source, and its end."""
+    with contextlib.suppress(OSError):  # the other side has gone
+        while data := source.recv(COPIED_BYTES):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 async def _awaited(reward: Awaitable[object]) -> object:

@@ -81,6 +81,15 @@ class CanonicalMessage:
         return hashlib.sha256(tagged([self.role, text, calls])).digest()
 
 
+class AnswerForm(NamedTuple):
+    """A form that a request demands of its answer. field: where it does; words: how the
+    policy is asked for it.
+    """
+
+    field: str
+    words: str
+
+
 @dataclass(frozen=True)
 class AgentRequest:
     """A request for the next message. tools: functions in OpenAI's format; max_tokens:
@@ -91,6 +100,7 @@ class AgentRequest:
     tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    forms: tuple[AnswerForm, ...] = ()
 
 
 def tagged(value: Any) -> bytes:

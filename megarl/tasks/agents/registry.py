@@ -123,7 +123,9 @@ class TaskAgents:
             agents = {str(task.agent): (name, task.agent) for name, task in self._tasks.items()}
             for name, agent in agents.values():
                 check_agent_sandbox(f"the agent of {name}", agent)
-        self._host = _address(recipe.agent.interface)
+            self._host = ""
+        else:
+            self._host = _address(recipe.agent.interface)
 
     def _check_agent(self, name: str) -> None:
         """Raise MegarlError if there is no such function or command as the task's."""
@@ -162,7 +164,7 @@ class TaskAgents:
                 async with gateway.session(
                     self._recipe, self._tokenizer, rendering, policy
                 ) as session:
-                    problem = await self._run_agent(prompt, session, gateway.url, waited)
+                    problem = await self._run_agent(prompt, session, gateway, waited)
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
@@ -186,27 +188,27 @@ class TaskAgents:
                 await (await self._gateway).close()
 
     async def _run_agent(
-        self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]
+        self, prompt: Prompt, session: AgentSession, gateway: Gateway, waited: Callable[[], float]
     ) -> str:
         """Run the agent, and return why there is nothing to grade, or "": as `_run`,
         and also if the agent cannot be run.
         """
         try:
-            return await self._run(prompt, session, url, waited)
+            return await self._run(prompt, session, gateway, waited)
         except Exception as error:  # agents may have filled the disk, or taken all processes
             unforeseen = None if isinstance(error, OSError) else error
             log.warning("an agent cannot be run: %s", error, exc_info=unforeseen)
             return f"it cannot be run: {error}"
 
     async def _run(
-        self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]
+        self, prompt: Prompt, session: AgentSession, gateway: Gateway, waited: Callable[[], float]
     ) -> str:
         """Run the agent's process until it ends or reaches a limit; return why there is
         nothing to grade, or "".
         """
         with tempfile.TemporaryFile() as output:
             async with async_scratch() as folder:
-                status = await self._run_in(folder, output, prompt, session, url, waited)
+                status = await self._run_in(folder, output, prompt, session, gateway, waited)
             length = output.seek(0, os.SEEK_END)
             output.seek(max(0, length - PRINTED_BYTES))
             printed = output.read().decode(errors="replace").strip()
@@ -226,7 +228,7 @@ class TaskAgents:
         output: IO[bytes],
         prompt: Prompt,
         session: AgentSession,
-        url: str,
+        gateway: Gateway,
         waited: Callable[[], float],
     ) -> int | None:
         """Run the agent's process as in `_run`, with this folder; return its exit
@@ -239,12 +241,12 @@ class TaskAgents:
         else:
             command = list(agent)
             words = ["command", os.environ.get("PYTHONPATH", ""), *command]
-        variables = environment() | _variables(url, session.key, str(folder))
+        variables = environment() | _variables(gateway.url, session.key, str(folder))
         sandbox: list[str] = []
         if self._recipe.data.sandbox == "bubblewrap":
             hand_over(folder)
             variables["HOME"] = str(folder)
-            sandbox = agent_sandbox(folder, self._recipe.run.path, command)
+            sandbox = agent_sandbox(folder, self._recipe.run.path, command, gateway.socket)
         task = self._task(prompt, session)
         process = await asyncio.create_subprocess_exec(
             *sandbox,

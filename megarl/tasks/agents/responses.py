@@ -13,6 +13,7 @@ import msgspec
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
 from megarl.tasks.agents.errors import ContextFull, WireError, refused_field
+from megarl.tasks.agents.forms import form_of_text
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from megarl.tasks.agents.session import ServedTurn
 
@@ -65,7 +66,7 @@ class Responses(wire.WireProtocol):
 
     def read(self, body: ResponsesBody, cache: ReadMessages) -> AgentRequest:
         """Return the request in a body. WireError if the policy cannot answer it."""
-        wire.refuse_format(body.text and body.text.format, "text.format")
+        forms = form_of_text("text.format", body.text.format) if body.text else []
         items = body.input
         if bytes(items).startswith(b'"'):  # a text alone is the user's message
             item = Item(role="user", content=msgspec.json.decode(items))
@@ -80,7 +81,7 @@ class Responses(wire.WireProtocol):
         for tool in body.tools or ():
             function = {key: value for key, value in tool.items() if key != "type"}
             tools.append((tool.get("type", ""), function))
-        return wire.request_of(messages, tools, body.tool_choice, [body.max_output_tokens])
+        return wire.request_of(messages, tools, body.tool_choice, [body.max_output_tokens], forms)
 
     def error(self, error: WireError) -> JsonObject:
         """Return the body of an error."""

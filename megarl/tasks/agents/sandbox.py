@@ -1,11 +1,19 @@
 """The bubblewrap sandbox of an agent.
 
     the machine's files, read-only
-      ─► paths that nobody could not reach      under root
-      ─► the run directory, empty
-      ─► the agent's own folder, which it may write in ─► setpriv ─► the agent
+      ─► temporary folders and /run, empty but for what the agent needs
+      ─► directories that nobody may not pass, likewise      under root
+      ─► the run directory, empty; sockets elsewhere, covered
+      ─► the agent's own folder, which it may write in
+      ─► the gateway's socket ─► setpriv ─► the agent
 
-The network is the machine's; processes, IPC and /dev are the sandbox's own.
+Processes, IPC, /dev and the network are the sandbox's own. Of the network there is only
+a loopback interface, on which inside.py forwards one port to the gateway's socket: an
+agent reaches no other port of the machine and no abstract socket.
+
+A network namespace does not cover sockets in the file system, such as Docker's or those
+of SGLang's processes. They lie in /run and in temporary folders, or are listed in
+/proc/net/unix when the agent starts.
 
 Root owns the files below /proc/sys even without capabilities, and the program named in
 /proc/sys/kernel/core_pattern runs outside every sandbox. So under root an agent is
@@ -19,10 +27,12 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
+from megarl.tasks.agents.inside import FORWARDED
 from megarl.tasks.graders.functions import environment
 from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES
@@ -37,27 +47,42 @@ AS_NOBODY = (
 )
 PASSED_BY_ALL = 0o001
 READ_BY_ALL = 0o005
+FOLDERS_OF_SOCKETS = ("/run", "/tmp", "/var/tmp")
+OWN_FILES = ("/dev", "/proc", "/sys")
+"""What the sandbox has of its own, or what has no sockets."""
 MOST_LINKS = 40
 """Linux follows no more in one path."""
 _CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(problem(sys.argv[1:]))"
 
 
-def agent_sandbox(folder: Path, hidden: Path, command: Sequence[str] = ()) -> list[str]:
+def agent_sandbox(
+    folder: Path, hidden: Path, command: Sequence[str] = (), gateway: Path | None = None
+) -> list[str]:
     """Build the bwrap command that runs an agent.
 
     folder: the agent's own. hidden: a directory that is empty in the sandbox. command:
-    the agent's, whose files it must be able to read.
+    the agent's, whose files it must be able to read. gateway: the socket that inside.py
+    forwards to; None: the agent has no network at all.
     """
     sandbox = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/"]
     sandbox += ["--dev", "/dev", "--proc", "/proc"]
-    if becomes_nobody():
-        sandbox += _opened_to_nobody([*_needed(command), folder.parent])
+    stops = _all_stops([*_needed(command), *_links(folder)])
+    covers = _covers(stops)
+    sandbox += _covered(covers, stops)
     # bwrap cannot mount at a path that leads over an absolute link.
     folder = folder.resolve()
     hidden = hidden.resolve()
     if hidden.is_dir():
         sandbox += ["--tmpfs", str(hidden)]
-    sandbox += ["--bind", str(folder), str(folder), "--cap-drop", "ALL"]
+    for socket in _visible_sockets(stops, {*covers, hidden}):
+        sandbox += ["--ro-bind", os.devnull, str(socket)]
+    sandbox += _folders_within(covers, folder)
+    sandbox += ["--bind", str(folder), str(folder)]
+    if gateway is not None:
+        sandbox += ["--ro-bind", str(gateway), FORWARDED]
+    for cover in covers:
+        sandbox += ["--remount-ro", str(cover)]
+    sandbox += ["--cap-drop", "ALL", "--unshare-net"]
     sandbox += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if becomes_nobody():
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -151,28 +176,79 @@ def _installation(program: Path) -> Path:
     return folder.parent if folder.name == "bin" else folder
 
 
-def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
-    """Return bwrap's arguments by which the user `nobody` can reach these paths.
-
-    They concern paths with a directory on the way that not everybody may pass. The
-    files themselves have to be readable by everybody.
-    """
+def _all_stops(paths: Iterable[Path]) -> set[Path]:
+    """Return the `_stops` of all these paths, without those that lie in another."""
     stops: set[Path] = set()
     for path in paths:
         stops.update(_stops(path))
-    stops_within: dict[Path, set[Path]] = {}  # by the closed directory on their way
-    for stop in stops:
-        closed = _closed(stop)
-        if closed:
-            stops_within.setdefault(closed, set()).add(stop)
+    return {stop for stop in stops if stops.isdisjoint(stop.parents)}
+
+
+def _links(folder: Path) -> list[Path]:
+    """Return the links on the way to a folder."""
+    return [stop for stop in _stops(folder) if stop.is_symlink()]
+
+
+def _covers(stops: Iterable[Path]) -> list[Path]:
+    """Return the directories that an empty one covers, outer ones first: those that
+    have sockets and, if the agent is nobody, closed ones on the way to a stop.
+    """
+    names = [*FOLDERS_OF_SOCKETS, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", "")]
+    covers = {Path(name).resolve() for name in names if name and os.path.isdir(name)}
+    if becomes_nobody():
+        closed = map(_closed, stops)
+        covers.update(directory for directory in closed if directory is not None)
+    return sorted(covers)
+
+
+def _covered(covers: Sequence[Path], stops: Iterable[Path]) -> list[str]:
+    """Return bwrap's arguments for empty directories, in which only the stops are to be
+    seen. Files that the agent reads there have to be readable for its user.
+    """
     arguments: list[str] = []
-    for closed, inside in sorted(stops_within.items()):
-        arguments += ["--perms", "0755", "--tmpfs", str(closed)]
-        for stop in sorted(inside):
-            is_in_another = not inside.isdisjoint(stop.parents)
-            if not is_in_another:
-                arguments += _uncovered(stop, closed)
+    for cover in covers:
+        arguments += _folders_within(covers, cover)
+        arguments += ["--perms", "0755", "--tmpfs", str(cover)]
+        for stop in sorted(stops):
+            if _innermost(stop, covers) == cover:
+                arguments += _uncovered(stop, cover)
     return arguments
+
+
+def _innermost(path: Path, folders: Iterable[Path]) -> Path | None:
+    """Return the deepest of these folders that the path lies in or is, if any."""
+    around = [folder for folder in folders if path.is_relative_to(folder)]
+    return max(around, key=lambda folder: len(folder.parts), default=None)
+
+
+def _folders_within(covers: Iterable[Path], path: Path) -> list[str]:
+    """Return the arguments for the directories between a path and the cover that it
+    lies in.
+    """
+    cover = _innermost(path.parent, covers)
+    if cover is None:
+        return []
+    arguments: list[str] = []
+    for parent in reversed(path.parents):
+        if parent.is_relative_to(cover) and parent != cover:
+            arguments += _folder(parent)
+    return arguments
+
+
+def _visible_sockets(stops: Iterable[Path], covers: Iterable[Path]) -> Iterator[Path]:
+    """Yield the sockets in the file system that the agent could connect to."""
+    edges = {*stops, *covers}
+    covered = set(covers)
+    with open("/proc/net/unix") as table:
+        rows = [line.split(maxsplit=7) for line in table.read().splitlines()[1:]]
+    paths = {row[7] for row in rows if len(row) == 8}  # others have no name
+    for path in sorted(paths):
+        if not path.startswith("/") or path.startswith(OWN_FILES):
+            continue
+        socket = Path(path).resolve()
+        is_visible = _innermost(socket, edges) not in covered
+        if is_visible and os.access(socket, os.W_OK) and socket.is_socket():
+            yield socket
 
 
 def _stops(path: Path) -> Iterator[Path]:
@@ -187,14 +263,14 @@ def _stops(path: Path) -> Iterator[Path]:
         yield link
         target = link.parent / os.readlink(link)
         path = Path(os.path.normpath(target / path.relative_to(link)))
-    if path.exists():
+    if os.path.exists(path):  # False, too, if we may not look
         yield path
 
 
 def _first_link(path: Path) -> Path | None:
     """Return the first link on the way to this path, itself included."""
     for step in (*reversed(path.parents), path):
-        if step.is_symlink():
+        if os.path.islink(step):
             return step
     return None
 
@@ -210,20 +286,17 @@ def _closed(path: Path) -> Path | None:
     return None
 
 
-def _uncovered(path: Path, closed: Path) -> list[str]:
+def _uncovered(path: Path, cover: Path) -> list[str]:
     """Return the arguments that show this path in the empty directory that covers
-    `closed`. Of a directory that not everybody may read, its children are shown in an
+    `cover`. Of a directory that not everybody may read, its children are shown in an
     open one.
     """
-    arguments: list[str] = []
-    for parent in reversed(path.parents):
-        if parent.is_relative_to(closed) and parent != closed:
-            arguments += _folder(parent)
+    arguments = _folders_within([cover], path)
     mode = path.lstat().st_mode
-    is_open = mode & READ_BY_ALL == READ_BY_ALL
+    is_open = mode & READ_BY_ALL == READ_BY_ALL or not becomes_nobody()
     if is_open or not stat.S_ISDIR(mode):
         return [*arguments, *_mounted(path)]
-    if path != closed:
+    if path != cover:
         arguments += _folder(path)
     for child in sorted(path.iterdir()):
         arguments += _mounted(child)

@@ -147,6 +147,7 @@ class AgentSession:
         self.failure: BaseException | None = None
         self.began = time.monotonic()
         self.idle_since: float | None = self.began
+        self.asks_for_forms = recipe.agent.forms == "ask"
         self._settings = recipe.agent
         self._length = recipe.length
         self._tokenizer = tokenizer

@@ -19,7 +19,14 @@ import msgspec
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents.bounds import MOST_STOPS
 from megarl.tasks.agents.errors import WireError, refused_field
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, decoded
+from megarl.tasks.agents.forms import form_of_choice
+from megarl.tasks.agents.messages import (
+    AgentRequest,
+    AnswerForm,
+    CanonicalMessage,
+    ReadMessages,
+    decoded,
+)
 from megarl.tasks.agents.session import ServedTurn
 
 NOT_THE_POLICY = (
@@ -37,7 +44,6 @@ _ESCAPE = re.compile(
 _HALF_PAIR = 6
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOL_CHOICES = (None, "auto", "any", "required", "none")
 
 
 class TextPart(msgspec.Struct):
@@ -146,11 +152,12 @@ def request_of(
     tools: Iterable[tuple[str, JsonObject]],
     choice: Any,
     limits: Iterable[int | None],
+    forms: Iterable[AnswerForm],
     stop: str | list[str] | None = None,
 ) -> AgentRequest:
     """Return a request. tools: (type, function); choice: the tool choice, a word or an
-    object with a type; limits: on the answer's tokens. WireError if the policy cannot
-    continue the messages, or cannot answer as asked.
+    object with a type; limits: on the answer's tokens; forms: of its text. WireError if
+    the policy cannot continue the messages, or cannot answer as asked.
     """
     if not messages:
         raise WireError(400, "messages: there are none")
@@ -159,10 +166,8 @@ def request_of(
             "messages", "the last one is the assistant's; continuing a message is not supported"
         )
     functions = _functions(tools)
-    choice_type = choice.get("type") if isinstance(choice, dict) else choice
-    if choice_type not in _TOOL_CHOICES:
-        raise refused_field("tool_choice", f"a named tool {NOT_THE_POLICY}")
-    if choice_type == "none":  # the policy is not told of the tools
+    forms = (*forms, *form_of_choice(choice))
+    if choice == "none" or choice == {"type": "none"}:  # the policy is not told of the tools
         functions = ()
     set_limits = [limit for limit in limits if limit is not None]
     if any(limit < 1 for limit in set_limits):
@@ -172,6 +177,7 @@ def request_of(
         tools=functions,
         max_tokens=min(set_limits, default=None),
         stop=_stops(stop),
+        forms=forms,
     )
 
 
@@ -220,14 +226,6 @@ def role_of(role: str, field: str) -> str:
     if role not in _ROLES:
         raise refused_field(field, f"{role!r} is not one of {', '.join(_ROLES)}")
     return "system" if role == "developer" else role
-
-
-def refuse_format(format: Any, field: str) -> None:
-    """Raise WireError if the requested format of the answer is not text."""
-    if format is None:
-        return
-    if not isinstance(format, dict) or format.get("type") != "text":
-        raise refused_field(field, NOT_THE_POLICY)
 
 
 def with_whole_characters(data: bytes) -> bytes:

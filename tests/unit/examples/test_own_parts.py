@@ -25,12 +25,14 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Loss, load
 from megarl.environments import Environment, Setting
+from megarl.tasks.agents import terminal
 from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from megarl.tasks.data.prompts import load_tasks
 from megarl.tasks.environments.framing import Framing
 from megarl.tasks.environments.python import LIMITS
 from megarl.tasks.graders.functions import check_importable
 from megarl.tasks.graders.sandbox import Sandbox
+from tests.harnesses.environments import python_of
 from tests.unit.tasks.agents.serving import gateway, run
 from tests.unit.tasks.environments.texts import byte_tokenizer
 
@@ -132,6 +134,66 @@ def test_the_agent_speaks_with_the_policy(
             assert "Check your answer" in served.sent()
 
     run(play)
+
+
+@pytest.mark.processes
+def test_the_terminals_tasks_can_be_solved_and_its_traces_are_sessions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace is what the chat template of tiny_model.py makes of such a session."""
+    tasks = importlib.import_module("terminal_tasks")
+    for name, size in (("TRAIN", 3), ("HELDOUT", 3), ("TRACES", 60)):
+        monkeypatch.setattr(tasks, name, size)
+    tasks.main(Path("terminal"))
+    for part in ("train", "heldout"):
+        terminal.main([f"terminal/{part}", f"terminal/{part}.jsonl"])
+    tokenizer = importlib.import_module("tiny_model").tokenizer()
+    traces = [json.loads(line) for line in Path("terminal/sft.jsonl").read_text().splitlines()]
+    assert {len(trace["completion"]) for trace in traces} == {3, 5}
+    for trace in traces:
+        messages = [("system", terminal.SYSTEM), ("user", trace["prompt"].rstrip())]
+        for n, text in enumerate(trace["completion"][:-1]):
+            role = "user" if n % 2 else "assistant"
+            messages.append((role, text.rstrip().removesuffix(tasks.END)))
+        rendered = tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in messages], tokenize=False
+        )
+        assert rendered == trace["prompt"] + "".join(trace["completion"][:-1])
+        assert len(tokenizer(rendered)["input_ids"]) < 60
+    recipe = load("terminal.yaml", [])
+    training, heldout = load_tasks(recipe, byte_tokenizer(folder / "model"))["terminal"]
+    assert (len(training), len(heldout)) == (3, 3)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("said", "reward"), [("645", 1.2), ("It is 645.", 1.0)])
+def test_a_task_of_the_hub_is_rewarded_by_its_rubric(
+    examples: Path, tmp_path: Path, said: str, reward: float
+) -> None:
+    """hub_taskset.py by hub_agent.py, in verifiers' own environment."""
+    python = str(python_of("verifiers"))
+
+    async def play() -> None:
+        async with gateway(tmp_path, said) as served:
+            program = await asyncio.create_subprocess_exec(
+                *(python, str(examples / "hub_agent.py"), "hub_taskset"),
+                env=os.environ
+                | {
+                    "OPENAI_BASE_URL": f"{served.url}/v1",
+                    "OPENAI_API_KEY": served.session.key,
+                    "OPENAI_MODEL": "policy",
+                    "PYTHONPATH": str(examples),
+                },
+                stdin=asyncio.subprocess.PIPE,
+            )
+            task = {"prompt": "1", "reward_key": served.session.reward_key}
+            await program.communicate(json.dumps(task).encode())
+            assert program.returncode == 0
+            assert served.session.reward == pytest.approx(reward)
+            assert len(served.session.rollout().paths) == 1
+
+    run(play, limit_s=300)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ tests.unit.tasks.agents.programs`).
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 
 def ask(
@@ -174,6 +176,29 @@ def looks_around(task: Any) -> float:
     found.append(len(list(Path("/proc").glob("[0-9]*"))) > 8)
     ask(user(task.prompt))
     return float("".join(str(int(each)) for each in found))
+
+
+def reaches(task: Any) -> float:
+    """In its digits, which of the machine's sockets it can connect to."""
+    reached = ""
+    for family, address in json.loads(os.environ["SOCKETS"]):
+        with socket.socket(family) as client:
+            place = tuple(address) if isinstance(address, list) else address
+            reached += str(int(client.connect_ex(place) == 0))
+    ask(user(task.prompt))
+    return float(reached)
+
+
+def asks_at_once(task: Any) -> float:
+    """Hangs up once, then asks as often at once as the answer says, and counts
+    answers.
+    """
+    where = urlsplit(task.base_url)
+    with socket.create_connection((where.hostname, where.port)) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    with ThreadPoolExecutor(40) as pool:
+        answers = pool.map(lambda n: ask(user(f"{task.prompt} {n}")), range(40))
+        return float(list(answers).count(task.answer))
 
 
 def fills_its_output(task: Any) -> None:

@@ -16,18 +16,21 @@ from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.bounds import RequestBounds
 from megarl.tasks.agents.errors import WireError
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
-from tests.unit.tasks.agents.serving import USER, Served, called, gateway, run
+from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
 
 SAID = "<think>Hm.\n</think>\n\nLook." + called(a=1)
 BOUNDS = RequestBounds(prompt_tokens=4000)
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+CHAT = "chat/completions"
 TOOLS: dict[str, list[Any]] = {
     "messages": [{"name": "add", "input_schema": SCHEMA}],
     "responses": [{"type": "function", "name": "add", "parameters": SCHEMA}],
+    CHAT: [ADD],
 }
 ASKED: dict[str, dict[str, Any]] = {
     "messages": {"messages": USER, "max_tokens": 500},
     "responses": {"input": USER},
+    CHAT: {"messages": USER},
 }
 
 
@@ -246,7 +249,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "messages": {
         "tools": [{"type": "web_search_20250305", "name": "web_search"}],
         "tool_choice": {"type": "tool", "name": "add"},
-        "output_config": {"format": {"type": "json_schema"}},
+        "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        "output_format": {"type": "json_schema"},
         "mcp_servers": [{"url": "x"}],
         "max_tokens": 0,
         "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}],
@@ -297,6 +301,50 @@ def test_fields_are_ignored_or_refused_by_name(protocol: str, tmp_path: Path) ->
                 assert body["error"]["type"] == "invalid_request_error"
             assert not served.asked
             assert (await ask(served, protocol, **IGNORED[protocol]))[0] == 200
+
+    run(test)
+
+
+IN_WORDS = f"Answer with JSON that has this schema and nothing else:\n{json.dumps(SCHEMA)}"
+CALL = "Call the tool add."
+OBJECT = "Answer with a JSON object and nothing else."
+FORMS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"response_format": {"type": "json_object"}}, OBJECT),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        IN_WORDS,
+    ),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, CALL),
+    ("responses", {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, IN_WORDS),
+    ("responses", {"tool_choice": {"type": "function", "name": "add"}}, CALL),
+    (
+        "messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        IN_WORDS,
+    ),
+    ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, CALL),
+]
+
+
+@pytest.mark.parametrize(("protocol", "demand", "words"), FORMS)
+def test_a_form_may_be_asked_for_in_words(
+    protocol: str, demand: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """What is sampled stays what the policy says; without `ask`, the demand is
+    refused.
+    """
+
+    async def test() -> None:
+        async with gateway(tmp_path, "so", forms="ask") as served:
+            status, _ = await ask(served, protocol, **demand)
+            assert status == 200
+            assert f"{words}<|im_end|>" in served.sent()
+            assert served.session.rollout().text == "so"
+        async with gateway(tmp_path) as served:
+            status, body = await ask(served, protocol, **demand)
+            assert status == 400
+            assert "set agent.forms=ask" in body["error"]["message"]
 
     run(test)
 

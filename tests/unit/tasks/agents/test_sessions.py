@@ -3,10 +3,12 @@ and what is left of them.
 """
 
 import asyncio
+import json
+import socket
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +72,20 @@ def play(
 
 
 @pytest.mark.parametrize(
-    ("agent", "verdict"),
+    ("agent", "verdict", "sandbox"),
     [
-        (f"{HERE}:judged", Verdict(0.5)),
-        (f"{HERE}:judged_by_numpy", Verdict(-1.0)),
-        (f"{HERE}:unjudged", None),
-        (COMMAND, Verdict(0.25)),
+        (f"{HERE}:judged", Verdict(0.5), "rlimits"),
+        (f"{HERE}:judged", Verdict(0.5), "bubblewrap"),
+        (f"{HERE}:judged_by_numpy", Verdict(-1.0), "rlimits"),
+        (f"{HERE}:unjudged", None, "rlimits"),
+        (COMMAND, Verdict(0.25), "rlimits"),
+        (COMMAND, Verdict(0.25), "bubblewrap"),
     ],
 )
 def test_functions_and_commands_are_given_the_task_and_rewarded(
-    tmp_path: Path, agent: Any, verdict: Verdict | None
+    tmp_path: Path, agent: Any, verdict: Verdict | None, sandbox: str
 ) -> None:
-    (made,) = play(tmp_path, agent)
+    (made,) = play(tmp_path, agent, sandbox=sandbox)
     assert (made.text, made.verdict, made.finish, made.truncated) == ("7", verdict, "stop", False)
     assert [s.trained for s in made.segments] == [False, True]
     assert (made.episode.turns, made.episode.limited, len(made.paths)) == (1, False, 1)
@@ -143,6 +147,56 @@ def test_an_agent_in_bubblewrap_has_its_own_files_alone(
         (made,) = play(tmp_path, f"{HERE}:looks_around", sandbox=sandbox)
         assert made.verdict == Verdict(found), sandbox
     assert (tmp_path / "left").exists()
+
+
+def listening(family: socket.AddressFamily, address: Any) -> socket.socket:
+    """A socket that every user may connect to."""
+    server = socket.socket(family)
+    server.bind(address)
+    server.listen()
+    if isinstance(address, str) and address[0] == "/":
+        Path(address).chmod(0o666)
+    return server
+
+
+def test_an_agent_in_bubblewrap_reaches_no_socket_but_the_gateways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the machine's sockets: a port, an abstract one, one in a temporary folder and
+    one in a folder that agents see.
+    """
+    here = tmp_path / "here"
+    here.mkdir()
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+        Path(temporary).chmod(0o755)
+        places: list[tuple[socket.AddressFamily, Any]] = [
+            (socket.AF_INET, ("127.0.0.1", 0)),
+            (socket.AF_UNIX, f"\0{tmp_path}"),
+            (socket.AF_UNIX, f"{temporary}/socket"),
+            (socket.AF_UNIX, f"{here}/socket"),
+        ]
+        for n, (family, address) in enumerate(places):
+            server = servers.enter_context(listening(family, address))
+            places[n] = (family, server.getsockname() if family == socket.AF_INET else address)
+        monkeypatch.setenv("SOCKETS", json.dumps(places))
+        monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+        monkeypatch.syspath_prepend(Path.cwd())
+        monkeypatch.chdir(here)
+        for sandbox, reached in (("bubblewrap", 0), ("rlimits", 1111)):
+            (made,) = play(tmp_path, f"{HERE}:reaches", sandbox=sandbox)
+            assert made.verdict == Verdict(reached), sandbox
+
+
+def test_a_sandbox_forwards_many_requests_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of the gateway's socket is longer than a socket's address may be."""
+    temporary = tmp_path / ("long" * 30)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (made,) = play(tmp_path, f"{HERE}:asks_at_once", sandbox="bubblewrap", paths=50)
+    assert made.verdict == Verdict(40.0)
+    assert list(temporary.iterdir()) == []
 
 
 def test_nothing_that_an_agent_leaves_in_its_folder_ends_the_controller(
@@ -351,6 +405,8 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) ->
             from_tree({"length": LENGTH, "data": {"sandbox": "rlimits"}} | suite),
             tokenizer_of(tmp_path, QWEN),
         )
+    with pytest.raises(MegarlError, match=r"agent\.interface: .* set data\.sandbox=rlimits"):
+        agents_of(tmp_path, COMMAND, sandbox="bubblewrap", interface="lo")
     with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is not a network interface"):
         agents_of(tmp_path, COMMAND, interface="ib7")
     assert registry._address("lo") == "127.0.0.1"
