@@ -185,13 +185,17 @@ class Architecture:
         """Parameters of the matrices of one layer's attention: q, k, v, output."""
         latent = self.latent
         if latent is None:
-            return self.hidden * (2 * self.query + 2 * self.key)
-        query = self.hidden * self.query
-        if latent.query is not None:
-            query = latent.query * (self.hidden + self.query)
+            q_and_output = 2 * self.hidden * self.query
+            k_and_v = 2 * self.hidden * self.key
+            return q_and_output + k_and_v
+        query_parameters = self.hidden * self.query
+        if latent.query is not None:  # to the compressed q, and from it
+            query_parameters = latent.query * (self.hidden + self.query)
+        # k and v: to the latent vector and the rotated part of k, and from the vector.
         down = self.hidden * (latent.shared + latent.position)
         up = latent.shared * self.heads * (latent.content + latent.value)
-        return query + down + up + self.attended * self.hidden
+        output = self.attended * self.hidden
+        return query_parameters + down + up + output
 
     @property
     def expert_parameters(self) -> int:
