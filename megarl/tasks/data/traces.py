@@ -61,9 +61,9 @@ would be another message.
 """
 
 
-class Taught(PromptRow, frozen=True):
-    """A trace as a row. answer: the whole completion; parts: the completion's texts,
-    the model's (first and last) and a tool's by turns.
+class CompletionRow(PromptRow, frozen=True):
+    """A row of a source of traces. answer: the whole completion; parts: the
+    completion's texts, the model's (first and last) and a tool's by turns.
     """
 
     parts: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def load_traces(
     source = str(path)
     surveyed = survey_of(
         source,
-        spoken,
+        read_untemplated,
         evaluation=overlap_with(decontaminate),
         refuse=frozenset() if is_hub(source) else UNFIT,
         repeats=True,
@@ -127,19 +127,19 @@ def load_traces(
     return traces
 
 
-def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
+def _trace_rows(surveyed: Survey) -> Iterator[CompletionRow]:
     """Yield the kept rows of a survey whose reader makes traces."""
     for row, _ in chosen(surveyed):
-        if isinstance(row, Taught):
-            yield row
+        assert isinstance(row, CompletionRow)  # `chosen` only says PromptRow
+        yield row
 
 
-def _characters(row: Taught) -> int:
+def _characters(row: CompletionRow) -> int:
     """Return the characters of a trace, prompt and completion."""
     return len(row.prompt) + sum(map(len, row.parts))
 
 
-def _encode(rows: Sequence[Taught], tokenizer: Tokenizer) -> Iterator[Trace]:
+def _encode(rows: Sequence[CompletionRow], tokenizer: Tokenizer) -> Iterator[Trace]:
     """Yield the rows as traces of tokens; all their texts are encoded at once."""
     texts: list[str] = []
     for row in rows:
@@ -191,14 +191,14 @@ def _last_role(messages: Any) -> Any:
     return last.get("role") or last.get("from")
 
 
-def spoken(raw: Mapping[str, Any]) -> Taught:
+def read_untemplated(raw: Mapping[str, Any]) -> CompletionRow:
     """Read a trace as user text and completion, without a template. Its id is a hash of
     all its texts, up to whitespace.
     """
     return _without_template(_texts_of(raw))
 
 
-def _without_template(texts: _Texts) -> Taught:
+def _without_template(texts: _Texts) -> CompletionRow:
     """Return a trace with these texts as they are. Of a context of messages, its prompt
     has only what the user says.
     """
@@ -210,7 +210,7 @@ def _without_template(texts: _Texts) -> Taught:
         context_identity = identity("", context)
         prompt = user_text(context)
     name = fingerprint("\0".join([context_identity, *completion]))
-    return Taught(f"{name:016x}", prompt, "".join(completion), parts=tuple(completion))
+    return CompletionRow(f"{name:016x}", prompt, "".join(completion), parts=tuple(completion))
 
 
 def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
@@ -238,7 +238,7 @@ class _TemplatedReader:
     def _end(self) -> str:
         return _end_of_turn(self._chat, self._tokenizer)
 
-    def __call__(self, raw: Mapping[str, Any]) -> Taught:
+    def __call__(self, raw: Mapping[str, Any]) -> CompletionRow:
         """Read a row. UnfitError if it is no trace; MegarlError if the template cannot
         render its messages.
         """

@@ -13,7 +13,7 @@ from megarl.cli import main
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.data.arithmetic_models import character_tokenizer
-from megarl.tasks.data.traces import are_traces, load_traces, spoken
+from megarl.tasks.data.traces import are_traces, load_traces, read_untemplated
 from tests import make
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
 
@@ -90,10 +90,10 @@ def test_what_the_user_says() -> None:
         {"from": "human", "value": "3"},
         {"from": "gpt", "value": "4"},
     ]
-    row = spoken({"system": "9", "conversations": turns})
+    row = read_untemplated({"system": "9", "conversations": turns})
     assert (row.prompt, row.answer) == ("1\n3", "4")
-    assert spoken({"conversations": turns}).id != row.id, "it is another trace"
-    assert spoken(MESSAGES).prompt == spoken(PAIR).prompt
+    assert read_untemplated({"conversations": turns}).id != row.id, "it is another trace"
+    assert read_untemplated(MESSAGES).prompt == read_untemplated(PAIR).prompt
 
 
 ASKED = {"role": "user", "content": "12+1="}
@@ -130,7 +130,7 @@ def test_fields_that_say_nothing_and_reasoning_of_earlier_turns_do_no_harm() -> 
     """Templates drop what was thought before the last question."""
     earlier = ANSWERED | {"reasoning_content": "2+1=3"}
     last = TURNS[1] | {"tool_calls": None, "reasoning_content": ""}
-    row = spoken({"messages": [ASKED, earlier, ASKED, last]})
+    row = read_untemplated({"messages": [ASKED, earlier, ASKED, last]})
     assert row.answer == "<think>2+1=3</think>13"
 
 
