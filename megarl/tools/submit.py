@@ -269,7 +269,7 @@ def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
             f"a step takes {plan.step_seconds:.1f} s (likely {likely_seconds}), training"
             f" {plan.train_seconds:.1f} ({show.error('training')}), generating"
             f" {plan.generate_seconds:.1f} ({show.error('generation')});"
-            f" {plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}; {show.LIKELY}"
+            f" {plan.tokens_per_second:,.0f} tokens/s; {show.ERRORS_NOTE}; {show.LIKELY_NOTE}"
         ),
         (
             f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds"

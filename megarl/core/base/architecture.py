@@ -207,14 +207,18 @@ class Architecture:
         """
         latent = self.latent
         if latent is None:
-            of_query = 3 if self.gated_attention else 2
-            return self.hidden * (of_query * self.query + 2 * self.key)
-        query = self.hidden * self.query
-        if latent.query is not None:
-            query = latent.query * (self.hidden + self.query)
+            q_and_output = 2 * self.hidden * self.query
+            gate = self.hidden * self.query if self.gated_attention else 0
+            k_and_v = 2 * self.hidden * self.key
+            return q_and_output + gate + k_and_v
+        query_parameters = self.hidden * self.query
+        if latent.query is not None:  # to the compressed q, and from it
+            query_parameters = latent.query * (self.hidden + self.query)
+        # k and v: to the latent vector and the rotated part of k, and from the vector.
         down = self.hidden * (latent.shared + latent.position)
         up = latent.shared * self.heads * (latent.content + latent.value)
-        return query + down + up + self.attended * self.hidden
+        output = self.attended * self.hidden
+        return query_parameters + down + up + output
 
     @property
     def mixing_parameters(self) -> int:

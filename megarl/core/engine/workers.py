@@ -1,7 +1,8 @@
 """The processes of a server.
 
 With a GPU, SGLang starts them with `spawn`, which imports this module first; without
-one they are forked.
+one they are forked. The functions `own_…` put megarl's own code in the place of
+SGLang's, in the process that calls them.
 """
 
 import asyncio
@@ -484,15 +485,19 @@ def check_fp8(model: Any) -> None:
 
 
 def own_routing(experts: int) -> None:
-    """Report the experts with which each token was sampled, even if its request was
-    retracted since. SGLang would report those of the second computation, perhaps with
-    newer weights, but keeps the tokens and log-probs that it had. So their choices
-    [tokens, layers, chosen] are put aside before their places in the KV cache are
-    freed, and are reported first.
+    """Make SGLang report the experts with which each token was sampled, even if its
+    request was retracted since.
+
+    When a retracted request resumes, SGLang computes its KV cache again, perhaps with
+    newer weights, and would report the experts of that computation, while the tokens
+    and log-probs are those that were sampled first. So the experts of the request's
+    tokens, [tokens, layers, chosen], are saved before its places in the KV cache are
+    freed, and overwrite the beginning of what SGLang reports.
 
     Each choice takes one byte, or two if there are more than 255 `experts`. SGLang
-    would send four, and 32k tokens of Qwen3-30B-A3B would take 67 MB in base64. -1, of
-    no expert, becomes the largest number, which is none either.
+    would send four, and 32k tokens of Qwen3-30B-A3B would take 67 MB in base64. A
+    choice of -1 stands for no expert. The learner reads the bytes without sign, as 255
+    or 65535, which is no expert's number either.
     """
     import torch
     from sglang.srt.managers import schedule_batch
@@ -503,34 +508,40 @@ def own_routing(experts: int) -> None:
 
     release = schedule_batch.release_req
     collect = SchedulerBatchResultProcessor._maybe_collect_routed_experts
-    kind = torch.uint8 if experts < 256 else torch.int16
+    dtype = torch.uint8 if experts < 256 else torch.int16
 
-    def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **options: Any) -> bool:
-        """Put aside the experts of the request's tokens since the last time, then
-        release its places in the KV cache.
-        """
+    def save_experts(req: Any, req_to_token_pool: Any) -> None:
+        """Save the experts of those tokens of the request that have none saved."""
         capturer = get_global_experts_capturer()
-        if capturer is not None and req.return_routed_experts and req.output_ids:
-            earlier = vars(req).get("experts_put_aside", ())
-            start = req.routed_experts_start_len + len(earlier)
-            length = len(req.origin_input_ids) + len(req.output_ids)
-            if start < length - 1:  # else the request has no new token since
-                pool_index = req.kv.req_pool_idx
-                chosen = capturer.get_topk(pool_index, length, req_to_token_pool, start).to(kind)
-                if len(earlier):
-                    chosen = torch.cat([earlier, chosen])
-                req.experts_put_aside = chosen
+        if capturer is None or not req.return_routed_experts or not req.output_ids:
+            return
+        saved = vars(req).get("saved_experts", ())
+        start = req.routed_experts_start_len + len(saved)
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        # The last token is sampled, but no layer has computed it, so it has no experts.
+        if start >= length - 1:
+            return
+        chosen = capturer.get_topk(req.kv.req_pool_idx, length, req_to_token_pool, start)
+        chosen = chosen.to(dtype)
+        if len(saved):
+            chosen = torch.cat([saved, chosen])
+        req.saved_experts = chosen
+
+    def save_and_release(*, req: Any, req_to_token_pool: Any, **options: Any) -> bool:
+        save_experts(req, req_to_token_pool)
         return bool(release(req=req, req_to_token_pool=req_to_token_pool, **options))
 
-    def collect_with_those_put_aside(self: Any, req: Any) -> None:
+    def collect_with_saved(self: Any, req: Any) -> None:
         collect(self, req)
-        if req.routed_experts is not None:
-            req.routed_experts = req.routed_experts.to(kind)
-            if (earlier := vars(req).get("experts_put_aside")) is not None:
-                req.routed_experts[: len(earlier)] = earlier
+        if req.routed_experts is None:
+            return
+        req.routed_experts = req.routed_experts.to(dtype)
+        saved = vars(req).get("saved_experts")
+        if saved is not None:
+            req.routed_experts[: len(saved)] = saved
 
-    schedule_batch.release_req = put_aside_and_release
-    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_with_those_put_aside
+    schedule_batch.release_req = save_and_release
+    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_with_saved
 
 
 def own_buffers() -> None:

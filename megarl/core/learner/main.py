@@ -159,6 +159,7 @@ class LearnerRank:
         self.trainer = Trainer(recipe, Path(recipe.model.path), within=self.clock.within)
         self.checkpoints = self._resume()
         first = self.trainer.step
+        # The row that an earlier life wrote for this life's first step; {} if none did.
         self.recorded: dict[str, object] = from_rank_0(self._recorded_row(first))
         self.publisher = Publisher(
             recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family
@@ -318,17 +319,19 @@ class LearnerRank:
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
         """Fail the run, before any of its files is overwritten, if the first step of
-        this life contradicts its recorded row. Later steps may differ, and so may a
-        step of several epochs whose learning rate was changed.
+        this life contradicts the row that an earlier life wrote for it. Later steps are
+        not compared.
         """
-        row = self.recorded
-        if step != row.get("step"):
+        if step != self.recorded.get("step"):
             return
-        if self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr"):
+        has_other_rate = self.recorded.get("lr") != metrics.get("lr")
+        if self.trainer.epochs > 1 and has_other_rate:
+            # Metrics are those of the last epoch, whose weights the earlier epochs have
+            # updated with this learning rate.
             return
         has_experts = bool(self.trainer.policy.family.architecture.experts)
         limits = LIMITS[self.recipe.model.dtype, has_experts]
-        if fault := contradiction(row, metrics, limits):
+        if fault := contradiction(self.recorded, metrics, limits):
             raise MegarlError(self._failed(f"step {step}: {fault}"))
 
     def _broken(self) -> Stop | None:

@@ -80,7 +80,7 @@ class CudaIpcTransport:
         if not mine:
             deque(self._weights.gathered(), maxlen=0)
             return Sent({}, {}, 0)
-        errors = fleet.call_each(mine, _check_and_begin)[1]
+        _, errors = fleet.call_each(mine, _check_and_begin)
         expert_ranks = self._weights.expert_ranks
         checksums = SentChecksums(self._weights.family.architecture, expert_ranks)
         tensors = self._weights.tensors()
@@ -92,7 +92,8 @@ class CudaIpcTransport:
             alive = [i for i in mine if i not in errors]
             errors |= self._hand_over(fleet, alive, bucket, fleet.version if is_last else None)
         alive = [i for i in mine if i not in errors]
-        errors |= fleet.call_each(alive, lambda server: server.end_update())[1]
+        _, end_errors = fleet.call_each(alive, lambda server: server.end_update())
+        errors |= end_errors
         expected = checksums.expected()
         expected_experts = checksums.expected_experts()
         return Sent(errors, expected, size, checksums.failed, expected_experts)
@@ -111,7 +112,7 @@ class CudaIpcTransport:
             # gets its own.
             ranks = fleet.servers[server_id].address.tensor_parallel
             handles[server_id] = [handle(bucket) for _ in range(ranks)]
-        errors = fleet.call_each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
+        _, errors = fleet.call_each(ids, lambda s: s.take(handles[s.address.id], complete))
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
         return errors
@@ -124,8 +125,8 @@ def handle(bucket: Bucket) -> str:
     """
     metadata = []
     start = 0
-    for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        dtype = getattr(torch, kind)
+    for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
         end = start + size
         metadata.append(

@@ -82,10 +82,10 @@ def backend() -> str:
 class _Attempt:
     """The result of one attempt, for one rank, or for all of them.
 
-    checksums, experts, bytes, unchecked: as in Sent. failed: servers that failed by
-    themselves. interrupted: servers that failed only because the group did. broken: why
-    the group can no longer be used. unmade: why a source could not make what it should
-    send.
+    checksums, experts, bytes, unchecked: what was sent, as in Sent. failed: errors of
+    servers that failed by themselves. interrupted: errors of servers that failed only
+    because the group did. broken: why the group can no longer be used. unmade: why a
+    source could not make what it should send.
     """
 
     checksums: dict[str, str] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class ProcessGroupTransport:
         """
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.call_each(ids, lambda server: server.stage(version, self._last.base))[1]
+            _, errors = fleet.call_each(ids, lambda server: server.stage(version, self._last.base))
         return from_rank_0(errors)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
@@ -368,23 +368,24 @@ class ProcessGroupTransport:
                 group.close(attempt.broken)
 
     def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
-        """Form a group of this rank and the servers, unless there is one."""
+        """Form a group of this rank and the servers, unless there is one. What fails is
+        noted in `attempt`, which is then broken; `send` leaves what has been formed.
+        """
         if self._group is not None and self._members == ids:
             return
         self._leave(fleet)
-        name = f"{self._learner}-{uuid.uuid4().hex[:12]}"
-        first_rank: dict[int, int] = {}
-        world = 1
-        for i in ids:
-            first_rank[i] = world
-            world += fleet.servers[i].address.tensor_parallel
-        kind = backend()
-        if kind == "nccl":
+        if backend() == "nccl":
             mine = device.of_rank()
-            checks = fleet.start(ids, lambda server: refuse_one_gpu(server, mine))
-            attempt.add(collect(checks)[1])
-            if attempt.broken:
-                return
+            checks = fleet.start(ids, lambda server: refuse_shared_gpu(server, mine))
+            _, errors = collect(checks)
+            attempt.add(errors)
+        if not attempt.broken:
+            self._form(attempt, fleet, ids)
+
+    def _form(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
+        """Form a group of this rank and the servers, as in `_join`."""
+        name = f"{self._learner}-{uuid.uuid4().hex[:12]}"
+        first_rank, world = _ranks_in_group(fleet, ids)
         address = _own_address(fleet.servers[ids[0]])
         limit = timedelta(seconds=form_limit_s(world, self._limit_s))
         store = bound_store(
@@ -393,17 +394,20 @@ class ProcessGroupTransport:
 
         async def join(server: ServerClient) -> None:
             rank = first_rank[server.address.id]
-            await server.join_group(name, address, store.port, rank, world, kind)
+            await server.join_group(name, address, store.port, rank, world, backend())
 
+        # Members wait for each other. So the servers are called before this rank joins,
+        # and their answers awaited after it.
         calls = fleet.start(ids, join)
         try:
             self._group = BroadcastGroup(
-                name, 0, world, kind, (address, store.port), self._limit_s, store
+                name, 0, world, backend(), (address, store.port), self._limit_s, store
             )
             self._members = ids
         except RuntimeError as error:
             attempt.broken = first_line(error)
-        attempt.add(collect(calls)[1])
+        _, errors = collect(calls)
+        attempt.add(errors)
 
     def _leave(self, fleet: Fleet) -> None:
         """Close this rank's group, if it has one, and have its servers leave it.
@@ -420,6 +424,18 @@ class ProcessGroupTransport:
         fleet.call_each(present, lambda server: server.leave_group(group.name))
 
 
+def _ranks_in_group(fleet: Fleet, ids: tuple[int, ...]) -> tuple[dict[int, int], int]:
+    """Return the first rank of each server in the group, by server id, and the number
+    of all ranks. The learner has rank 0; the servers follow in the order of `ids`.
+    """
+    first_rank: dict[int, int] = {}
+    world = 1
+    for i in ids:
+        first_rank[i] = world
+        world += fleet.servers[i].address.tensor_parallel
+    return first_rank, world
+
+
 def _own_address(server: ServerClient) -> str:
     """Return our address on the route to the server. Servers listen only on the run's
     network, so it is reachable for all of them.
@@ -431,7 +447,7 @@ def _own_address(server: ServerClient) -> str:
     return address
 
 
-async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
+async def refuse_shared_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
     """Raise MegarlError for a server on the GPU `mine`: NCCL refuses two processes of a
     group on one device.
     """

@@ -17,8 +17,8 @@ from megarl.predict.planning.simulate import Summary
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulations. plans: summaries by plan. by_lag, by_spread: of plan `swept` with
-    other k and other tails of lengths.
+    """Simulations. plans: summaries by the plan's name. by_lag, by_spread: summaries of
+    the plan named `swept`, by k and by the spread of the lengths.
     """
 
     plans: Mapping[str, Summary] = field(default_factory=dict)
@@ -29,8 +29,8 @@ class Simulated:
 
 BEST = 5
 MOST_REASONS = 12
-NEARER = "±: half of the published rows have a smaller error (docs/how-to/plan.md)"
-LIKELY = "likely: eight of ten published steps of RL took so much, over their plan"
+ERRORS_NOTE = "±: half of the published rows have a smaller error (docs/how-to/plan.md)"
+LIKELY_NOTE = "likely: eight of ten published steps of RL took so much, over their plan"
 TAKEN_OVER_PLANNED = (1.7, 14)
 """GPU-hours that the ScaleRL paper's runs of 8B took, divided by those planned for them
 (a table in docs/how-to/plan.md).
@@ -45,21 +45,21 @@ def tables(
     price: float | None,
 ) -> None:
     """Print the recipe as written, the best plans, why others are refused, and the
-    simulations. price: that of a GPU-hour.
+    simulations. If no layout may run on these GPUs, that is printed first, and the
+    plans follow as estimates. written: the plan of the recipe's own layout, or why it
+    does not fit; price: of a GPU-hour; None: no costs.
     """
     console = terminal.console()
     console.print(_problem(problem))
     if refused := refusal(problem):
         console.print(f"no such run starts on {problem.gpu.name}: {refused}")
-    plans = named(problem, written, results, BEST)
     _print_limits(console, problem, results)
-    # Details are those of the first plan that has as many GPUs as were asked for.
-    exact = [name for name, plan in plans.items() if plan.gpus == problem.gpus]
-    detailed = next(iter([*exact, *plans]), "")
+    plans = named(problem, written, results, BEST)
     if plans:
         console.print(_plans(plans))
-        console.print(f"{NEARER}; {LIKELY}")
-        console.print(f"{detailed}: {cost(plans[detailed], price)}")
+        console.print(f"{ERRORS_NOTE}; {LIKELY_NOTE}")
+        name = _detailed(plans, problem.gpus)
+        console.print(f"{name}: {cost(plans[name], price)}")
     if results.plans:
         console.print(f"plan 1 is: {' '.join(overrides(results.plans[0]))}", soft_wrap=True)
     if isinstance(written, str):
@@ -67,17 +67,32 @@ def tables(
     elif written.gpus != problem.gpus:
         console.print(f"note: the recipe's resources use {written.gpus} GPUs, not {problem.gpus}")
     if plans:
-        plan = plans[detailed]
-        console.print(largest_allocation(plan, problem.shape), host_memory(plan), sep="\n")
-        for remark in _remarks(problem, plan):
-            console.print(remark)
+        _print_details(console, problem, plans[_detailed(plans, problem.gpus)])
     _print_refused(console, results)
     if simulated.plans:
         console.print()
         console.print(_simulated(simulated))
 
 
+def _detailed(plans: Mapping[str, Plan], gpus: int) -> str:
+    """Return the name of the plan whose details are printed: the first with this number
+    of GPUs, else the first.
+    """
+    for name, plan in plans.items():
+        if plan.gpus == gpus:
+            return name
+    return next(iter(plans))
+
+
+def _print_details(console: Console, problem: PlanningProblem, plan: Plan) -> None:
+    """Print the memory that a plan takes beside its table, and remarks on it."""
+    console.print(largest_allocation(plan, problem.shape), host_memory(plan), sep="\n")
+    for remark in _remarks(problem, plan):
+        console.print(remark)
+
+
 def _problem(problem: PlanningProblem) -> str:
+    """Describe the GPUs, the model and a step's work in a sentence."""
     work = problem.work
     shape = problem.shape
     return (
@@ -118,6 +133,7 @@ def _plans(plans: Mapping[str, Plan]) -> Table:
 
 
 def _print_refused(console: Console, results: Found) -> None:
+    """Print for what reasons layouts were refused, the most frequent first."""
     if not results.refused:
         return
     console.print("\nrefused", style="bold")

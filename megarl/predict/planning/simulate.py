@@ -489,7 +489,9 @@ class _Jump(selectors.SelectSelector):
     time = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Move the clock; Standstill if no timer is set."""
+        """Move the clock in place of waiting; no file is ever ready. Standstill if no
+        timer is set.
+        """
         if timeout is None:
             raise Standstill("every task waits for another")
         self.time += max(timeout, 0.0)

@@ -1,5 +1,6 @@
-"""Fits laws to parts of a run, from the answers of its own evaluations: by task,
-difficulty, objective, and pass@n.
+"""Fits laws to slices of a run: its scores by task, difficulty, objective, or pass@n,
+from the answers of its own evaluations. A law is the curve of a score against compute
+(fit.py).
 
     RUN/evaluations/step-N/NAME/answers.jsonl
         ─► AnswersTo: a prompt's answers ─► Slice: its scores [evaluations, prompts]
@@ -129,18 +130,22 @@ class _EvaluatedStep(NamedTuple):
     folder: Path
 
 
-def slices(run: Path, hours: str | None = None, **options: Unpack[FitOptions]) -> list[Slice]:
-    """Return all slices of a run with their laws. hours: the column of compute, as in
-    PointColumns; options: of `fit`.
+def slices(
+    run: Path, hours_column: str | None = None, **options: Unpack[FitOptions]
+) -> list[Slice]:
+    """Return all slices of a run with their laws. hours_column: the column of
+    eval.jsonl that has the compute; None: gpu_hours if there is one, else
+    compute_hours. options: of `fit`.
     """
     rundir = RunDir.opened(run)
     evaluations = _evaluations(rundir)
     metrics = latest_rows(rundir.metrics)
     tasks = load(str(rundir.recipe)).data.tasks
-    columns = PointColumns(hours)
+    columns = PointColumns(hours_column)
     fitted = []
     for name in suites_in(evaluations[-1].folder):
         rows, answers = _answers_of(name, evaluations)
+        # A suite, which is no task of the recipe, has no rewards.
         has_rewards = name in tasks and bool(tasks[name].rewards)
         for part in parts(name, answers, has_rewards):
             fitted.append(_with_law(part, rows, metrics, columns, options))
@@ -201,12 +206,13 @@ def _read(path: Path) -> dict[str, AnswersTo]:
     for outcomes in by_prompt(read_outcomes(path)):
         # Each answer's scores by objective; void answers have none.
         graded = [outcome.scores for outcome in outcomes if outcome.scores]
-        objectives = graded[0] if graded else ()
+        objectives = list(graded[0]) if graded else []  # all answers have the same
         scores = {}
         for name in objectives:
             scores[name] = np.array([of_answer[name] for of_answer in graded])
         right = np.array([outcome.correct for outcome in outcomes])
-        by_id[outcomes[0].id] = AnswersTo(right, scores, outcomes[0].difficulty or 0)
+        difficulty = outcomes[0].difficulty or 0  # 0: the prompt has none
+        by_id[outcomes[0].id] = AnswersTo(right, scores, difficulty)
     return by_id
 
 

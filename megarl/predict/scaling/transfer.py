@@ -172,23 +172,26 @@ doubt.
 
 
 def doubts(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Iterator[str]:
-    """Yield one sentence for each thing that these fits do not support. r0: as for
-    `transfer`.
+    """Yield a sentence for each reason to doubt what `transfer` predicts for `size`
+    active parameters. fits: by the active parameters of their policies. r0: the
+    predicted policy's score before training, if it is measured.
     """
     starts = [fit.R_0 for fit in fits.values()]
     low = min(starts)
     high = max(starts)
     if r0 is not None and not low - ALIKE <= r0 <= high + ALIKE:
         yield (
-            f"the size begins at {r0:.2f}, the fits at {low:.2f} to {high:.2f}: a law in size holds"
-            " only between runs that begin alike"
+            f"a run of this size begins at {r0:.2f}, those of the fits at {low:.2f} to {high:.2f}:"
+            " a law in size holds only between runs that begin alike"
         )
     if len(fits) < FEW_SIZES:
         yield (
             f"{len(fits)} sizes hardly show how far a size strays from a line: the intervals mostly"
             " show what is assumed about it"
         )
-    if size > max(fits) ** 2 / min(fits):
+    smallest = min(fits)
+    largest = max(fits)
+    if size / largest > largest / smallest:
         yield "the size is further beyond the largest than that is beyond the smallest"
     for parameters, fit in fits.items():
         for warning in fit.warnings:

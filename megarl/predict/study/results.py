@@ -45,14 +45,14 @@ class EvaluationPoint(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """A variant with all its seeds. common [seeds]: pass rates at the compute that
-    every run of the study has reached. at_ceiling: the fit with A fixed at the ceiling
-    common to all variants, where exponents B are comparable (compare.py).
+    """A variant with all its seeds. at_equal_compute [seeds]: pass rates at the compute
+    that every run of the study has reached. at_ceiling: the fit with A fixed at the
+    ceiling common to all variants, where exponents B are comparable (compare.py).
     """
 
     variant: str
     runs: tuple[tuple[EvaluationPoint, ...], ...]
-    common: np.ndarray
+    at_equal_compute: np.ndarray
     fit: Fit | None
     at_ceiling: Fit | None
     why_no_fit: str
@@ -105,7 +105,7 @@ def collect(study: Study) -> list[VariantResult]:
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
-    hours = min(read(task)[-1].compute_hours for task in done)
+    common_hours = min(read(task)[-1].compute_hours for task in done)
     tasks_of: dict[str, list[StudyTask]] = {}
     for name in study.variants:
         if tasks := [task for task in done if task.variant == name]:
@@ -123,10 +123,11 @@ def collect(study: Study) -> list[VariantResult]:
     results = []
     for name, tasks in tasks_of.items():
         runs = tuple(read(task) for task in tasks)
-        common = np.array([_pass_rate_at(hours, run) for run in runs])
+        at_equal_compute = np.array([_pass_rate_at(common_hours, run) for run in runs])
         fit = fits[name].fit
         at_ceiling = compared.at_ceiling.get(name, fit)
-        results.append(VariantResult(name, runs, common, fit, at_ceiling, fits[name].problem))
+        problem = fits[name].problem
+        results.append(VariantResult(name, runs, at_equal_compute, fit, at_ceiling, problem))
     return results
 
 
@@ -183,31 +184,40 @@ HEADINGS = (
 
 
 def cells(row: VariantResult) -> list[str]:
-    """Return the variant's line of the table, with means over its runs."""
+    """Return the variant's line of the table, a text for each of HEADINGS. Numbers of
+    runs are means over them.
+    """
     first = np.mean([run[0].pass_rate for run in row.runs])
     last_points = [run[-1] for run in row.runs]
+    lag = np.mean([point.lag for point in last_points])
     hours = np.mean([point.compute_hours for point in last_points])
     tokens = np.mean([point.tokens for point in last_points])
-    lag = np.mean([point.lag for point in last_points])
-    fitted = ["-", "-", "-"]
-    fit = row.fit
-    at_ceiling = row.at_ceiling
-    if fit is not None and at_ceiling is not None:
-        fitted = [
-            "{:.3f} [{:.3f}, {:.3f}]".format(fit.A, *fit.A_interval),
-            "{:.2f} [{:.2f}, {:.2f}]".format(at_ceiling.B, *at_ceiling.B_interval),
-            "{:.3g} [{:.3g}, {:.3g}]".format(fit.C_mid, *fit.C_mid_interval),
-        ]
     return [
         row.variant,
         str(len(row.runs)),
         f"{first:.3f}",
         _spread(row.final),
-        _spread(row.common),
+        _spread(row.at_equal_compute),
         f"{lag:.2f}",
-        *fitted,
+        *_fitted_cells(row),
         f"{hours:.3g}",
         f"{tokens:,.0f}",
+    ]
+
+
+def _fitted_cells(row: VariantResult) -> list[str]:
+    """Return the texts under A, B and C_mid, with 95 % intervals; dashes without a
+    fit.
+    """
+    fit = row.fit
+    at_ceiling = row.at_ceiling
+    if fit is None or at_ceiling is None:
+        return ["-", "-", "-"]
+    # Exponents B are comparable only at one A: here the ceiling common to all variants.
+    return [
+        "{:.3f} [{:.3f}, {:.3f}]".format(fit.A, *fit.A_interval),
+        "{:.2f} [{:.2f}, {:.2f}]".format(at_ceiling.B, *at_ceiling.B_interval),
+        "{:.3g} [{:.3g}, {:.3g}]".format(fit.C_mid, *fit.C_mid_interval),
     ]
 
 

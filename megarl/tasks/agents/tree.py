@@ -33,14 +33,14 @@ NOTHING = CanonicalMessage("assistant")
 class TreeNode:
     """One message of the policy.
 
-    suffix [n] int32: the prompt's tokens after the parent's last token; segments: the
-    tokens sampled after them. experts: those that servers chose for the node's tokens,
-    the suffix's and the sampled ones, as far as they are known [rows, layers with
-    experts, chosen]; None if none are. history: the earlier messages; key: the hash of
-    the whole request. asked_at, delivered: the moments, by the tree's clock, at which
-    the request came and at which the agent last received the whole answer (-1 before
-    that). answer: the message that the agent is served; stopped: the stop text that
-    ended it, or "".
+    suffix [n] int32: the prompt's tokens after the parent's last token, or of a root
+    all of them; segments: the tokens sampled after them. experts: those that servers
+    chose for the node's tokens, the suffix's and the sampled ones, as far as they are
+    known [rows, layers with experts, chosen]; None if none are. history: the earlier
+    messages; key: the hash of the whole request. asked_at, delivered: the moments, by
+    the tree's clock, at which the request came and at which the agent last received the
+    whole answer (-1 before that). answer: the message that the agent is served;
+    stopped: the stop text that ended it, or "".
     """
 
     number: int
@@ -180,12 +180,15 @@ class SessionTree:
         key: "hashlib._Hash",
         asked_at: int,
     ) -> TreeNode:
-        """Add a node for a request, before its answer is sampled. asked_at: the moment
-        at which the request came.
+        """Add a node for a request, before its answer is sampled. parent, key: of
+        `find`. suffix [n] int32: the prompt's tokens after the parent's last token;
+        without a parent, all of them. asked_at: the moment at which the request came,
+        by the tree's clock.
         """
         history = request.messages
         if parent is not None:
-            # the messages as they were served; the agent may send back less of them
+            # As they were served: the agent may have sent them back without their
+            # reasoning, or without the text beside calls.
             conversation = parent.conversation
             history = (*conversation, *request.messages[len(conversation) :])
         node = TreeNode(len(self.nodes), parent, suffix, history, key, asked_at)

@@ -94,9 +94,10 @@ class WireProtocol:
         return body
 
     def request(self, body: JsonObject, cache: ReadMessages) -> tuple[str, AgentRequest]:
-        """Return model name and request. cache: the messages that were sent before.
-        WireError if a field is refused or has a wrong type, or if there are more
-        messages and tools than the context can have tokens.
+        """Return the model's name, "" if there is none, and the request. body: of
+        `parse`; cache: the messages that were sent before. WireError if a field is
+        refused or has a wrong type, or if there are more messages and tools than the
+        context can have tokens.
         """
         for field, reason in self.refused.items():
             if body.get(field):

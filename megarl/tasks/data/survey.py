@@ -154,15 +154,15 @@ def survey(
     rows: Iterable[Numbered] | None = None,
     removed: Callable[[PromptRow, int, Hit], object] | None = None,
     repeats: bool = False,
-    largest: float = LARGEST_ANSWER,
+    largest_answer: float = LARGEST_ANSWER,
 ) -> Survey:
     """Decide in one pass over the source which rows are kept, and which are held out.
     heldout: how many of them are. evaluation: the sets that no kept row may be of.
     rows: the source's rows, if the caller reads them (to show progress). removed:
     called for each row found in an evaluation set. repeats: keep and count rows with
-    the same id, instead of leaving out repeated prompts and ids. largest: the most
-    characters in an answer. MegarlError if the source is empty, or none would be left
-    to train on.
+    the same id, instead of leaving out repeated prompts and ids. largest_answer: the
+    most characters in an answer. MegarlError if the source is empty, or none would be
+    left to train on.
     """
     left_out = LeftOut()
     columns = _Hashes()
@@ -170,7 +170,7 @@ def survey(
     if rows is None:
         rows = stream(source)
     for number, raw in rows:
-        row = _row(raw, read, number, left_out, largest)
+        row = _row(raw, read, number, left_out, largest_answer)
         if row and evaluation:
             hit = evaluation.find(row.prompt)
             if hit:
@@ -247,10 +247,11 @@ def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
 
 
 def _row(
-    raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float
+    raw: Any, read: Reader, number: int, left_out: LeftOut, largest_answer: float
 ) -> PromptRow | None:
-    """Read a row; None if it does not fit or has a fault, which is then added to
-    `left_out`.
+    """Return the row that `read` makes of a source's; None if it does not fit or has a
+    fault, which is then added to `left_out`. number: that of the row in the source;
+    largest_answer: the most characters in an answer.
     """
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.problem}")
@@ -260,7 +261,7 @@ def _row(
     except UnfitError as error:
         left_out.add(MALFORMED, number, str(error))
         return None
-    fault = _fault(row, largest)
+    fault = _fault(row, largest_answer)
     if fault:
         left_out.add(fault.reason, number, fault.text)
         return None
@@ -274,13 +275,15 @@ class _RowFault(NamedTuple):
     text: str
 
 
-def _fault(row: PromptRow, largest: float) -> _RowFault | None:
-    """Return what is wrong with a row by itself, if anything is."""
+def _fault(row: PromptRow, largest_answer: float) -> _RowFault | None:
+    """Return what is wrong with a row by itself, if anything is. largest_answer: the
+    most characters in an answer.
+    """
     if not row.prompt.strip():
         return _RowFault(EMPTY_PROMPT, f"the prompt of {row.id!r} is empty")
     if not row.answer.strip():
         return _RowFault(EMPTY_ANSWER, f"the answer of {row.id!r} is empty")
-    if max(map(len, row.answers)) > largest:
+    if max(map(len, row.answers)) > largest_answer:
         return _RowFault(LARGE_ANSWER, f"the answer of {row.id!r} is too large")
     if row.answer.strip().casefold() in NO_ANSWERS:
         return _RowFault(

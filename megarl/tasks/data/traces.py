@@ -79,7 +79,7 @@ would be another message.
 """
 
 
-class Taught(PromptRow, frozen=True):
+class CompletionRow(PromptRow, frozen=True):
     """A trace as a row. answer: all that is learnt; parts: the completion's texts, the
     model's (first and last) and others by turns. further: prompt and parts of other
     traces of the same row.
@@ -130,7 +130,7 @@ def load_traces(
     source = str(path)
     surveyed = survey_of(
         source,
-        spoken,
+        read_untemplated,
         evaluation=overlap_with(decontaminate),
         refuse=frozenset() if is_hub(source) else UNFIT,
         repeats=True,
@@ -157,21 +157,21 @@ def load_traces(
     return traces
 
 
-def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
+def _trace_rows(surveyed: Survey) -> Iterator[CompletionRow]:
     """Yield the traces of the kept rows of a survey whose reader makes traces."""
     for row, _ in chosen(surveyed):
-        if isinstance(row, Taught):
-            yield replace(row, further=())
-            for prompt, parts in row.further:
-                yield replace(row, prompt=prompt, parts=parts, further=())
+        assert isinstance(row, CompletionRow)  # `chosen` only says PromptRow
+        yield replace(row, further=())
+        for prompt, parts in row.further:
+            yield replace(row, prompt=prompt, parts=parts, further=())
 
 
-def _characters(row: Taught) -> int:
+def _characters(row: CompletionRow) -> int:
     """Return the characters of a trace, prompt and completion."""
     return len(row.prompt) + sum(map(len, row.parts))
 
 
-def _encode(rows: Sequence[Taught], tokenizer: Tokenizer) -> Iterator[Trace]:
+def _encode(rows: Sequence[CompletionRow], tokenizer: Tokenizer) -> Iterator[Trace]:
     """Yield the rows as traces of tokens; all their texts are encoded at once."""
     texts: list[str] = []
     for row in rows:
@@ -223,14 +223,14 @@ def _last_role(messages: Any) -> Any:
     return last.get("role") or last.get("from")
 
 
-def spoken(raw: Mapping[str, Any]) -> Taught:
+def read_untemplated(raw: Mapping[str, Any]) -> CompletionRow:
     """Read a trace as user text and what is learnt, without a template. Its id is a
     hash of all its texts, up to whitespace.
     """
     return _without_template(_content_of(raw))
 
 
-def _without_template(content: _Texts | _Conversation) -> Taught:
+def _without_template(content: _Texts | _Conversation) -> CompletionRow:
     """Return a trace with its texts as they are. Of a conversation, its prompt has only
     what the user says.
     """
@@ -244,7 +244,7 @@ def _without_template(content: _Texts | _Conversation) -> Taught:
         completion = [messages[turn]["content"] for turn in turns]
         name = identity(json.dumps(tools) if tools else "", messages) + f"\0{turns}"
         answer = "\n".join(completion)
-    return Taught(f"{fingerprint(name):016x}", prompt, answer, parts=tuple(completion))
+    return CompletionRow(f"{fingerprint(name):016x}", prompt, answer, parts=tuple(completion))
 
 
 def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
@@ -276,7 +276,7 @@ class _TemplatedReader:
         tokenizer = self._tokenizer
         return tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
 
-    def __call__(self, raw: Mapping[str, Any]) -> Taught:
+    def __call__(self, raw: Mapping[str, Any]) -> CompletionRow:
         """Read a row. UnfitError if it is no trace; MegarlError if the template cannot
         render its messages.
         """

@@ -60,7 +60,7 @@ def load(
         read = of_programs(read)
     render = renderer(suite, tokenizer)
     if suite.heldout is None:
-        surveyed = survey(suite.data, read, largest=math.inf)
+        surveyed = survey(suite.data, read, largest_answer=math.inf)
         rows = len(surveyed.is_kept)
         left_out = dict(surveyed.left_out.counts)
     else:

@@ -33,7 +33,7 @@ from megarl.tasks.data.prompts import Render, in_parts, renderer, rows_with_toke
 from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
-from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
+from megarl.tasks.data.traces import MAX_TOKENS, are_traces, read_untemplated, templated
 
 MOST_TOKENS = 1 << 17
 """Texts that must be longer are not encoded; the least number of their tokens is shown.
@@ -85,32 +85,37 @@ class PromptStatistics:
     """Statistics of a prompt set.
 
     samples: number of rows to show; sampled: these rows, each after its hash and its
-    number, which order them. lengths, answers: those of prompts and of answers, in
-    tokens or characters. formulas: how often answers occur that are not plainly
-    numbers.
+    number, which order them. prompt_lengths, answer_lengths: in tokens or characters.
+    prompts_by_formulas: how many prompts have these accepted answers, of which none is
+    plainly a number.
     """
 
     samples: int
-    lengths: array[int] = field(default_factory=lambda: array("L"))
-    answers: array[int] = field(default_factory=lambda: array("L"))
+    prompt_lengths: array[int] = field(default_factory=lambda: array("L"))
+    answer_lengths: array[int] = field(default_factory=lambda: array("L"))
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     sampled: list[tuple[int, int, PromptRow]] = field(default_factory=list)
-    formulas: Counter[Accepted] = field(default_factory=Counter)
+    prompts_by_formulas: Counter[Accepted] = field(default_factory=Counter)
 
-    def add(self, row: PromptRow, length: int, answer: int) -> None:
-        """Add a row. length, answer: the lengths of its prompt and its answer."""
-        self.lengths.append(length)
-        self.answers.append(answer)
+    @property
+    def prompts(self) -> int:
+        """The number of prompts."""
+        return len(self.prompt_lengths)
+
+    def add(self, row: PromptRow, prompt_length: int, answer_length: int) -> None:
+        """Add a row with the lengths of its prompt and its answer."""
+        self.prompt_lengths.append(prompt_length)
+        self.answer_lengths.append(answer_length)
         self.difficulties[row.difficulty] += 1
         kind = SEVERAL if row.alternatives else kind_of_answer(row.answer)
         self.kinds[kind] += 1
         # Such as unit tests, which no grader reads as mathematics.
         is_record = row.answer.startswith('{"')
         if not is_record and not is_plain(row.answers):
-            self.formulas[row.answers] += 1
+            self.prompts_by_formulas[row.answers] += 1
         # The smallest hashes give the same sample each time.
-        entry = (digest(f"sample/{row.id}"), len(self.lengths), row)
+        entry = (digest(f"sample/{row.id}"), self.prompts, row)
         self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
 
@@ -202,7 +207,9 @@ def _inspect_traces(
     console: Console,
 ) -> None:
     """Print traces as `megarl sft` would use them."""
-    surveyed = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
+    surveyed = survey(
+        source, read_untemplated, evaluation=overlap_with(decontaminate), repeats=True
+    )
     if tokenizer is not None:
         surveyed = templated(surveyed, tokenizer)
     statistics, _ = look(surveyed, None, tokenizer, samples, console)
@@ -246,6 +253,7 @@ def _statistics(
     surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int
 ) -> tuple[PromptStatistics, PromptStatistics]:
     """Return statistics of the training rows and the held-out ones, as `look` does."""
+    # By whether rows are held out: those of False, those of True.
     parts = PromptStatistics(samples), PromptStatistics(samples)
     if tokenizer is None:
         for row, is_held_out in chosen(surveyed):
@@ -253,10 +261,10 @@ def _statistics(
             parts[is_held_out].add(row, len(text), len(row.answer))
     elif render is None:  # of a trace the answer is counted in tokens, too
         for batch in in_parts(chosen(surveyed), _characters):
-            prompts = token_counts([row.prompt for row, _ in batch], tokenizer)
-            answers = token_counts([row.answer for row, _ in batch], tokenizer)
-            for (row, is_held_out), prompt, answer in zip(batch, prompts, answers, strict=True):
-                parts[is_held_out].add(row, prompt, answer)
+            prompt_lengths = token_counts([row.prompt for row, _ in batch], tokenizer)
+            answer_lengths = token_counts([row.answer for row, _ in batch], tokenizer)
+            for n, (row, is_held_out) in enumerate(batch):
+                parts[is_held_out].add(row, prompt_lengths[n], answer_lengths[n])
     else:
         for encoded in rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS):
             row = encoded.row
@@ -287,11 +295,14 @@ def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
 
 
 def _about_unread(statistics: PromptStatistics, unread: Collection[Accepted]) -> str:
-    """Return a sentence on the answers in `unread`, which the grader cannot read."""
-    count = sum(statistics.formulas[answers] for answers in unread)
-    examples = (" or ".join(answers) for answers in statistics.formulas if answers in unread)
+    """Return a sentence on the prompts whose accepted answers are in `unread`: the
+    grader can read none of these.
+    """
+    by_formulas = statistics.prompts_by_formulas
+    prompts = sum(by_formulas[accepted] for accepted in unread)
+    examples = (" or ".join(accepted) for accepted in by_formulas if accepted in unread)
     return (
-        f"{described(count, len(statistics.lengths), examples)}: only the same text is right"
+        f"{described(prompts, statistics.prompts, examples)}: only the same text is right"
         " (data.unreadable)"
     )
 
@@ -309,27 +320,27 @@ def show(
     limit: the most tokens in a prompt or trace that is used, None if there is no limit;
     grader: that of the task, which decides what is said of answers.
     """
-    if not statistics.lengths:
+    if not statistics.prompts:
         console.print(Text.assemble((name, "bold"), ": no rows"))
         return
-    prompts = np.array(statistics.lengths)
-    answers = np.array(statistics.answers)
-    parts = [_lengths_view("prompts", prompts, unit)]
+    prompt_lengths = np.array(statistics.prompt_lengths)
+    answer_lengths = np.array(statistics.answer_lengths)
+    parts = [_lengths_view("prompts", prompt_lengths, unit)]
     if render:
         rows_name = "rows"
         limit_name = f"length.prompt_tokens={limit}"
-        tokens = prompts
-        parts += _answer_views(statistics, answers, grader)
+        tokens = prompt_lengths
+        parts += _answer_views(statistics, grader)
     else:
         rows_name = "traces"
         limit_name = f"{limit} tokens"
-        tokens = prompts + answers + 1  # with the end token
-        parts.append(_lengths_view("completions", answers, unit))
+        tokens = prompt_lengths + answer_lengths + 1  # with the end token
+        parts.append(_lengths_view("completions", answer_lengths, unit))
     if limit is not None and unit == "tokens":
         too_long = int((tokens > limit).sum())
         style = "yellow" if too_long else "dim"
         parts.append(Text(f"{too_long:,} longer than {limit_name}: left out", style=style))
-    _print_framed(f"{len(prompts):,} {rows_name} · {name}", Group(*parts), console)
+    _print_framed(f"{statistics.prompts:,} {rows_name} · {name}", Group(*parts), console)
     for _, _, row in statistics.sampled:
         text = Text(_shortened((render or prompt_text)(row), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(' or '.join(row.answers), SHOWN_TEXT)}", style="green")
@@ -337,19 +348,17 @@ def show(
         _print_framed(title, text, console)
 
 
-def _answer_views(
-    statistics: PromptStatistics, answers: np.ndarray, grader: str
-) -> list[RenderableType]:
-    """Return views of answers and difficulties: lengths, which `answers` has in
-    characters, types, answers that may not mean what the user thinks, and difficulties.
+def _answer_views(statistics: PromptStatistics, grader: str) -> list[RenderableType]:
+    """Return views of answers and difficulties: lengths in characters, types, answers
+    that may not mean what the user thinks, and difficulties.
     """
     parts = [
-        _lengths_view("answers", answers, "characters"),
+        _lengths_view("answers", np.array(statistics.answer_lengths), "characters"),
         _bars("answer types", statistics.kinds.most_common()),
     ]
     if in_json := statistics.kinds[JSON_LIST]:
         parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
-    if grader == "math" and (unread := unreadable(statistics.formulas)):
+    if grader == "math" and (unread := unreadable(statistics.prompts_by_formulas)):
         parts.append(Text(_about_unread(statistics, unread), style="yellow"))
     counts = statistics.difficulties
     difficulties = [(str(value), count) for value, count in sorted(counts.items())]

@@ -109,14 +109,15 @@ def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence
     """
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
-        steps, rates = series(rows, f"pass_rate_train/{task}", "step")
-        if len(steps) >= FEWEST_SMOOTHED:
-            means = binned(steps, smooth(rates), MOST_POINTS)
+        trained_steps, trained_rates = series(rows, f"pass_rate_train/{task}", "step")
+        if len(trained_steps) >= FEWEST_SMOOTHED:
+            means = binned(trained_steps, smooth(trained_rates), MOST_POINTS)
             axes.plot(*means, color=color, alpha=0.45, linewidth=1)
             drawn = True
-        steps, rates = series(evaluations, f"pass_rate/{task}", "step")
-        axes.plot(steps, rates, "o-", markersize=4, color=color, label=task)
-        if len(steps):
+        evaluated_steps, rates = series(evaluations, f"pass_rate/{task}", "step")
+        # Plotted even without points: the legend then names the task and its colour.
+        axes.plot(evaluated_steps, rates, "o-", markersize=4, color=color, label=task)
+        if len(evaluated_steps):
             drawn = True
     axes.set(xlabel="step", ylim=(0, 1.04))
     if drawn:

@@ -5,11 +5,11 @@ of its tokens' ratios.
     s_t = sg(s_i) pi(y_t) / sg(pi(y_t))
     loss_t = -min(s_t A, clip(s_t, 1 - low, 1 + high) A)
 
-arXiv 2507.18071: s_i in eq. 7; s_t, equal in value, in eq. 14. As all tokens of a
-sequence have the same advantage and weight, the sum of the token losses has the value
-and gradient of the sequence's own loss (eq. 5), and ranks that share a sequence
-exchange only numbers without gradient. The bounds apply to a mean, so they are small:
-3e-4 and 4e-4 in the paper.
+sg(x) is x without its gradient. arXiv 2507.18071: s_i in eq. 7; s_t, equal in value,
+in eq. 14. As all tokens of a sequence have the same advantage and weight, the sum of
+the token losses has the value and gradient of the sequence's own loss (eq. 5), and
+ranks that share a sequence exchange only numbers without gradient. The bounds apply to
+a mean, so they are small: 3e-4 and 4e-4 in the paper.
 """
 
 from torch import Tensor

@@ -167,12 +167,14 @@ class Comparison:
         return gold_value is not None and value is not None and self.same(gold_value, value)
 
     def _same_approximations(self, gold: MathAnswer, answer: MathAnswer) -> bool:
-        """Compare chains with ≈: the exact form counts, and for an expected decimal its
-        rounding.
+        """Compare answers of which at least one is a chain such as √2 ≈ 1.41. An answer
+        is right if it equals either side of an expected chain. Of a chain as an answer
+        only the exact side counts, and the rounded one if a decimal is expected.
         """
-        has_decimal = is_decimal(named(gold).value)
+        expected_value = named(gold).value
+        expects_decimal = is_decimal(expected_value)
         for expected in sides_of_approximation(gold, with_rounding=True):
-            for value in sides_of_approximation(answer, with_rounding=has_decimal):
+            for value in sides_of_approximation(answer, with_rounding=expects_decimal):
                 if self.same(expected, value):
                     return True
         return False

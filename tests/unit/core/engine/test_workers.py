@@ -177,9 +177,9 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
     assert seen == [logging.ERROR]
 
 
-@pytest.mark.parametrize(("experts", "kind"), [(255, torch.uint8), (256, torch.int16)])
+@pytest.mark.parametrize(("experts", "dtype"), [(255, torch.uint8), (256, torch.int16)])
 def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
-    monkeypatch: pytest.MonkeyPatch, experts: int, kind: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, experts: int, dtype: torch.dtype
 ) -> None:
     """It is retracted twice, and again before it has another token. Places in the cache
     are freed and given out anew.
@@ -235,7 +235,7 @@ def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
     retract()
     compute(6, 50, 70)
     processor._maybe_collect_routed_experts(SimpleNamespace(req_to_token_pool=pool), request)
-    assert request.routed_experts.dtype == kind
+    assert request.routed_experts.dtype == dtype
     first = [12, 13, 14, 15]
     second = [46, 47]
     third = [78]  # from the third token of the input on

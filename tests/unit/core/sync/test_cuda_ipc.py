@@ -17,7 +17,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.client.client import ServerClient
 from megarl.core.sync import cuda_ipc
-from megarl.core.sync.process_group import refuse_one_gpu
+from megarl.core.sync.process_group import refuse_shared_gpu
 from megarl.core.sync.transport import buckets
 
 SGLANG_ALLOWS = {
@@ -108,11 +108,11 @@ def test_one_with_the_learners_gpu_among_its_own_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_nccl_on_one_gpu_is_refused_and_the_right_transport_named() -> None:
-    asyncio.run(refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-2"))), HERE))
+    asyncio.run(refuse_shared_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-2"))), HERE))
     with pytest.raises(
         MegarlError, match=r"both on GPU GPU-0, and NCCL .* weights.transport=cuda_ipc"
     ):
-        asyncio.run(refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-0"))), HERE))
+        asyncio.run(refuse_shared_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-0"))), HERE))
 
 
 def test_this_process_is_on_this_machine() -> None:

@@ -95,7 +95,7 @@ def test_more_sizes_and_a_known_start_narrow_the_interval() -> None:
     assert width(3, of[3, 3]) < 0.9 * width(3) < 0.9 * width(2)
     assert any("2 sizes" in text for text in doubts(dict(list(fits.items())[:2]), 1e6))
     assert any("further beyond" in text for text in doubts(fits, 1e9))
-    assert any("the size begins at 0.05" in text for text in doubts(fits, 5e6, 0.05))
+    assert any("a run of this size begins at 0.05" in text for text in doubts(fits, 5e6, 0.05))
     assert not any("begins" in text for text in doubts(fits, 5e6, 0.4))
     enough = fits | {4e6: fits[2e6]}
     assert all(" parameters: A is only known" in text for text in doubts(enough, 5e6))

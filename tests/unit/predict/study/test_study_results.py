@@ -58,7 +58,7 @@ def test_table(study: Study) -> None:
         assert fit is not None
         assert (fit.A, fit.B, fit.C_mid) == pytest.approx((a, b, c_mid), rel=0.02)
     shared = 0.008 * 12  # the least compute that a run reached
-    assert np.mean(rows["quickstart"].common) == pytest.approx(
+    assert np.mean(rows["quickstart"].at_equal_compute) == pytest.approx(
         float(sigmoid(np.array(shared), 0.9, 2.0, 0.02)), abs=2e-3
     )
     text = results.markdown(list(rows.values()))

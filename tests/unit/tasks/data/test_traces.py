@@ -15,7 +15,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.chat import load_chat
-from megarl.tasks.data.traces import are_traces, load_traces, spoken
+from megarl.tasks.data.traces import are_traces, load_traces, read_untemplated
 from tests import make
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
 
@@ -92,11 +92,11 @@ def test_what_the_user_says() -> None:
         {"from": "human", "value": "3"},
         {"from": "gpt", "value": "4"},
     ]
-    row = spoken({"system": "9", "conversations": turns})
+    row = read_untemplated({"system": "9", "conversations": turns})
     assert (row.prompt, row.answer) == ("1\n3", "2\n4")
-    assert spoken({"prompt": turns[:3], "completion": turns[3:]}).answer == "4"
-    assert spoken({"conversations": turns}).id != row.id, "it is another trace"
-    assert spoken(MESSAGES).prompt == spoken(PAIR).prompt
+    assert read_untemplated({"prompt": turns[:3], "completion": turns[3:]}).answer == "4"
+    assert read_untemplated({"conversations": turns}).id != row.id, "it is another trace"
+    assert read_untemplated(MESSAGES).prompt == read_untemplated(PAIR).prompt
 
 
 ASKED = {"role": "user", "content": "12+1="}
@@ -137,9 +137,9 @@ def test_fields_that_say_nothing_and_reasoning_that_is_not_learnt_do_no_harm() -
     """Templates drop what was thought before the last question."""
     earlier = ANSWERED | {"reasoning_content": "2+1=3"}
     last = TURNS[1] | {"tool_calls": None, "reasoning_content": ""}
-    row = spoken({"prompt": [ASKED, earlier, ASKED], "completion": [last]})
+    row = read_untemplated({"prompt": [ASKED, earlier, ASKED], "completion": [last]})
     assert row.answer == "<think>2+1=3</think>13"
-    row = spoken({"messages": [ASKED, earlier | {"weight": 0}, ASKED, last | {"weight": 1}]})
+    row = read_untemplated({"messages": [ASKED, earlier | {"weight": 0}, ASKED, last | {"weight": 1}]})
     assert row.answer == "<think>2+1=3</think>13"
 
 
