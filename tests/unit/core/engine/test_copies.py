@@ -5,7 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from sglang.srt import runtime_context
 from sglang.srt.managers import data_parallel_controller
+from sglang.srt.managers.scheduler import Scheduler
 
 from megarl.core.engine import copies
 from megarl.core.engine.copies import Homes, agreed
@@ -58,3 +61,19 @@ def test_groups_are_spread_and_stay_together(monkeypatch: pytest.MonkeyPatch) ->
     # The group without a request for the longest time is forgotten.
     assert send("a", "c", "new") == [["a"], ["new"], ["c"]]
     assert list(homes._copies) == ["a", "c", "new"]
+
+
+def test_copies_draw_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(self: Any) -> None:
+        self.random_seed = 7
+
+    drawn = {}
+    for copy in range(3):
+        monkeypatch.setattr(Scheduler, "__init__", make)
+        parallel = SimpleNamespace(attn_dp_rank=copy)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda found=parallel: found)
+        copies.own_draws()
+        Scheduler()
+        drawn[copy] = float(torch.rand(()))
+    assert len(set(drawn.values())) == 3
+    assert drawn[0] == float(torch.rand((), generator=torch.Generator().manual_seed(7)))
