@@ -72,15 +72,13 @@ def own_sockets() -> None:
     system, as SGLang does for a server without copies.
     """
     from sglang.srt import server_args
-    from sglang.srt.entrypoints import engine
 
     server_args.attn_dp_enabled_of = lambda _: False
-    engine.run_data_parallel_controller_process = distributor
 
 
-def distributor(server_args: Any, port_args: Any, **options: Any) -> None:
-    """Run the process that distributes requests to the copies. Its sockets are beside
-    the one from which it receives them.
+def distribute(server_args: Any, port_args: Any, **options: Any) -> None:
+    """Distribute requests to the copies, in a process of its own. Its sockets are
+    beside the one from which it receives them.
     """
     from sglang.srt.managers import data_parallel_controller as theirs
 
