@@ -26,6 +26,10 @@ from megarl.core.base.process import die_with_parent
 
 RECENT_GROUPS = 8192
 """Groups whose copy is remembered; a server has at most some hundreds at once."""
+SEED_STEP = 1_000_003
+"""Between the seeds of copies: more than between those of a run's servers (launch.py),
+and less than the 32 bits that torch uses of a seed on a CPU.
+"""
 SLEEP_MS = 10
 """How long an idle scheduler on a CPU waits for a message of its own. Only the first
 one hears calls, and the others go on when it does.
@@ -68,15 +72,13 @@ def own_sockets() -> None:
     system, as SGLang does for a server without copies.
     """
     from sglang.srt import server_args
-    from sglang.srt.entrypoints import engine
 
     server_args.attn_dp_enabled_of = lambda _: False
-    engine.run_data_parallel_controller_process = distributor
 
 
-def distributor(server_args: Any, port_args: Any, **options: Any) -> None:
-    """Run the process that distributes requests to the copies. Its sockets are beside
-    the one from which it receives them.
+def distribute(server_args: Any, port_args: Any, **options: Any) -> None:
+    """Distribute requests to the copies, in a process of its own. Its sockets are
+    beside the one from which it receives them.
     """
     from sglang.srt.managers import data_parallel_controller as theirs
 
@@ -145,7 +147,7 @@ def own_draws() -> None:
 
     def make_and_seed(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        torch.manual_seed(self.random_seed + (get_parallel().attn_dp_rank << 32))
+        torch.manual_seed(self.random_seed + get_parallel().attn_dp_rank * SEED_STEP)
 
     Scheduler.__init__ = make_and_seed
 

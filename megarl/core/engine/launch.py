@@ -170,6 +170,7 @@ def patch_sglang(recipe: Recipe) -> None:
     if recipe.serving.attention_copies > 1:
         copies.own_answers()
         copies.own_sockets()
+        workers.own_processes()
     workers.own_further_nodes()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.process import die_with_parent, shared_memory_mark
-from megarl.core.engine.copies import own_draws, own_sleep
+from megarl.core.engine.copies import distribute, own_draws, own_sleep
 
 EARLIER = 0.75
 """A server gives up waiting for a bucket after this share of the learner's limit, so
@@ -74,6 +74,30 @@ def scheduler(
     # logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
+
+
+def scheduler_of_a_copy(run: Callable[..., None], pipe: Any) -> None:
+    """Run `scheduler`, which is told by the pipe what to serve. SGLang starts it so if
+    there are several copies of the attention.
+    """
+    without_megatron()
+    from sglang.srt.managers.data_parallel_controller import run_scheduler_process_with_init_pipe
+
+    run_scheduler_process_with_init_pipe(run, pipe)
+
+
+def distributor(*args: object, **kwargs: object) -> None:
+    """Run the process that distributes requests to copies of the attention."""
+    without_megatron()
+    distribute(*args, **kwargs)
+
+
+def own_processes() -> None:
+    """Start the processes of several copies of the attention as megarl's own."""
+    from sglang.srt.entrypoints import engine
+
+    engine.run_scheduler_process_with_init_pipe = scheduler_of_a_copy
+    engine.run_data_parallel_controller_process = distributor
 
 
 def without_megatron() -> None:

@@ -384,6 +384,11 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
         return f"server TP {ranks}: serving.expert_parallel: {reason}"
     if ranks % copies:
         return f"server TP {ranks}: is no multiple of serving.attention_copies ({copies})"
+    if copies > 1 and ranks > gpu.node_gpus:
+        return (
+            f"server TP {ranks}: copies of the attention (serving.attention_copies) are for servers"
+            f" within a node of {gpu.node_gpus} GPUs"
+        )
     if reason := copies_problem(problem.recipe, shape):
         return f"serving.attention_copies: {reason}"
     if sizes := undivided(shape, ranks, serving):

@@ -34,7 +34,7 @@ from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
-from megarl.core.sampling.sampler import Sampler
+from megarl.core.sampling.sampler import TRAINING, Sampler
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 from tests import make
@@ -75,8 +75,9 @@ class Server:
         self.count = 0
 
     async def generate(
-        self, ids: np.ndarray, limit: int, *, cache_salt: str, **_: Any
+        self, ids: np.ndarray, limit: int, *, cache_salt: str, group: str, **_: Any
     ) -> Generation:
+        assert group == f"{TRAINING}/{cache_salt.rpartition('/')[2]}", "the ticket's"
         self.count = count = self.count + 1
         await asyncio.sleep(0)
         if CLOSE not in ids.tolist():

@@ -1,13 +1,18 @@
 """Which copy of the attention gets a request, and what a server of several answers."""
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.entrypoints import engine
 from sglang.srt.managers import data_parallel_controller
+from sglang.srt.managers.scheduler import Scheduler
 
-from megarl.core.engine import copies
+from megarl.core.engine import copies, workers
 from megarl.core.engine.copies import Homes, agreed
 
 
@@ -58,3 +63,32 @@ def test_groups_are_spread_and_stay_together(monkeypatch: pytest.MonkeyPatch) ->
     # The group without a request for the longest time is forgotten.
     assert send("a", "c", "new") == [["a"], ["new"], ["c"]]
     assert list(homes._copies) == ["a", "c", "new"]
+
+
+def test_copies_draw_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(self: Any) -> None:
+        self.random_seed = 7
+
+    drawn = {}
+    for copy in range(3):
+        monkeypatch.setattr(Scheduler, "__init__", make)
+        parallel = SimpleNamespace(attn_dp_rank=copy)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda found=parallel: found)
+        copies.own_draws()
+        Scheduler()
+        drawn[copy] = float(torch.rand(()))
+    assert len(set(drawn.values())) == 3
+    assert drawn[0] == float(torch.rand((), generator=torch.Generator().manual_seed(7)))
+
+
+def test_its_processes_can_be_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a GPU. They import megarl first, which keeps megatron from SGLang."""
+    names = ("run_scheduler_process_with_init_pipe", "run_data_parallel_controller_process")
+    for name in names:
+        assert getattr(engine, name).__module__ == data_parallel_controller.__name__
+        monkeypatch.setattr(engine, name, None)
+    workers.own_processes()
+    for name in names:
+        run = getattr(engine, name)
+        assert pickle.loads(pickle.dumps(run)) is run
+        assert run.__module__ == workers.__name__

@@ -759,17 +759,18 @@ def test_copies_of_the_attention_divide_a_latent_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "copies", "said"),
+    ("config", "gpu", "copies", "said"),
     [
-        ("deepseek-v3", 3, "server TP 8: is no multiple of serving.attention_copies (3)"),
-        ("llama-3.1-8b", 2, "serving.attention_copies: is for Glm4MoeForCausalLM, Deep"),
+        ("deepseek-v3", "b300", 3, "server TP 8: is no multiple of serving.attention_copies (3)"),
+        ("deepseek-v3", "gb300", 2, "server TP 8: copies of the attention (serving.attention_copi"),
+        ("llama-3.1-8b", "b300", 2, "serving.attention_copies: is for Glm4MoeForCausalLM, Deep"),
     ],
 )
 def test_servers_that_cannot_have_copies_of_the_attention(
-    config: str, copies: int, said: str
+    config: str, gpu: str, copies: int, said: str
 ) -> None:
     keys = (f"resources.server_tensor_parallel={4 * copies}", f"serving.attention_copies={copies}")
-    found = layouts.server_of(problem("scalerl-8b", config, "b200", 80, 8000, *keys), 8)
+    found = layouts.server_of(problem("scalerl-8b", config, gpu, 80, 8000, *keys), 8)
     assert str(found).startswith(said), found
 
 
