@@ -279,8 +279,8 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
         }
     # transformers drops layers for multi-token prediction, although config.json still
     # mentions them.
-    lost = family.architecture.predicting_layers and not is_directory
-    if not untouched and (lost or is_multimodal(family.architecture)):
+    is_lost = family.architecture.predicting_layers and not is_directory
+    if not untouched and (is_lost or is_multimodal(family.architecture)):
         raise MegarlError(
             f"{base}: lacks tensors {', '.join(f'{start}*' for start in family.elsewhere)}, which"
             " the exported model needs; give the original model with --base"

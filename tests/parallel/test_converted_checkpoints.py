@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from checkpoints_tools.__main__ import main
 from checkpoints_tools.shards import Box, Shards
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_moe
+from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_5_moe, tiny_qwen3_moe
 
 
 def run(*arguments: object) -> None:
@@ -23,6 +23,8 @@ def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "llama/hf", torch.bfloat16, vocab_size=131, tie_word_embeddings=True)
     tiny_qwen3_moe(tmp_path / "moe/hf", torch.bfloat16, mlp_only_layers=[1])
     tiny_llama4(tmp_path / "llama4/hf", torch.bfloat16, num_key_value_heads=2)
+    tiny_qwen3_5_moe(tmp_path / "delta/hf", torch.bfloat16)
+    run("convert", "hf-to-megatron", tmp_path / "delta/hf", tmp_path / "delta/converted", "--ep", 4)
     run("convert", "hf-to-megatron", tmp_path / "llama/hf", tmp_path / "llama/converted", "--tp", 4)
     run("convert", "hf-to-megatron", tmp_path / "moe/hf", tmp_path / "moe/converted", "--ep", 4)
     run(
@@ -35,7 +37,9 @@ def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
     )
     run_world(4, "tests.parallel.converted_world", str(tmp_path))
 
-    for name, experts in (("llama", []), ("moe", ["--ep", 2]), ("llama4", ["--ep", 2])):
+    with_experts = ["--ep", 2]
+    models = {"llama": [], "moe": with_experts, "llama4": with_experts, "delta": with_experts}
+    for name, experts in models.items():
         folder = tmp_path / name
         run(
             "convert",

@@ -20,7 +20,6 @@ without it, in fp32, on a CPU      layers.py: our norm, torch's kernels for atte
                                    experts one after the other
 """
 
-import copy
 import dataclasses
 import functools
 import importlib
@@ -53,6 +52,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_te_version
 
 from megarl.core.base.architecture import Architecture, Yarn, in_directory
+from megarl.core.base.delta_layers import DeltaLayers
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel
 from megarl.core.models.attention import LayerAttention
@@ -461,8 +461,8 @@ def block_spec(
     if not transformer_engine:
         spec.layer_norm = norm
     if architecture.delta:
-        spec.layer_specs = [copy.deepcopy(layer_spec) for layer_spec in spec.layer_specs]
-        _place_delta_networks(spec, architecture, get_transformer_layer_offset(config, vp_stage))
+        first = get_transformer_layer_offset(config, vp_stage)
+        _place_delta_networks(spec, architecture.delta, first)
     for layer_spec in spec.layer_specs:  # equal layers share one object
         layer = layer_spec.submodules
         if not transformer_engine:
@@ -481,21 +481,29 @@ def block_spec(
     return spec
 
 
-def _place_delta_networks(
-    spec: TransformerBlockSubmodules, architecture: Architecture, first: int
-) -> None:
-    """Put gated delta networks in their layers, with the norm before them, which
-    Transformer Engine would compute within attention's projection. first: the number of
-    the first of these layers.
+def _place_delta_networks(spec: TransformerBlockSubmodules, delta: DeltaLayers, first: int) -> None:
+    """Put gated delta networks in their layers. first: the number of the block's first
+    layer.
     """
-    network = ModuleSpec(DeltaNetwork, params={"delta": architecture.delta})
-    for i, layer_spec in enumerate(spec.layer_specs, first):
-        if i not in architecture.delta_layers:
-            continue
-        layer = layer_spec.submodules
-        layer.self_attention = network
-        layer.input_layernorm = CenteredNorm
-        layer.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+    for i, layer_spec in enumerate(spec.layer_specs):
+        if first + i in delta.layers:
+            spec.layer_specs[i] = _with_delta_network(layer_spec, delta)
+
+
+def _with_delta_network(layer_spec: ModuleSpec, delta: DeltaLayers) -> ModuleSpec:
+    """Return a layer with a gated delta network in place of attention, and with the
+    norm before it, which Transformer Engine would compute within attention's
+    projection.
+    """
+    names = dict(layer_spec.submodules.sharded_state_dict_keys_map)
+    names.pop("input_layernorm.", None)
+    submodules = dataclasses.replace(
+        layer_spec.submodules,
+        self_attention=ModuleSpec(DeltaNetwork, params={"delta": delta}),
+        input_layernorm=CenteredNorm,
+        sharded_state_dict_keys_map=names,
+    )
+    return dataclasses.replace(layer_spec, submodules=submodules)
 
 
 def _name_second_norm(

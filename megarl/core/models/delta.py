@@ -104,11 +104,11 @@ class DeltaNetwork(MegatronModule):
     ) -> ShardedStateDict:
         """Return the parameters; each tensor-parallel rank has those of its heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        parameters: dict[str, Any] = {}
+        self._save_to_state_dict(parameters, "", keep_vars=True)
         of_heads = dict.fromkeys(("convolution", "A_log", "dt_bias"), 0)
         state = make_sharded_tensors_for_checkpoint(
-            own,
+            parameters,
             prefix,
             of_heads,
             sharded_offsets,
@@ -150,7 +150,7 @@ class DeltaNetwork(MegatronModule):
         output, _ = self.out_proj(y.contiguous())
         return output, None
 
-    def _row(self, packed: PackedSeqParams, device: torch.device) -> "_Row":
+    def _row(self, packed: PackedSeqParams, device: torch.device) -> "_TokenPlaces":
         """Return where a packed row's tokens are. The first layer that needs it makes
         it, and keeps it with `packed`, which all layers get.
         """
@@ -159,10 +159,12 @@ class DeltaNetwork(MegatronModule):
             ranks = self.cp.size()
             in_rank_order = [segments(boundaries, None, ranks, r).queries for r in range(ranks)]
             tokens = torch.cat(in_rank_order).to(device)
-            packed.megarl_delta_row = _Row(tokens, tokens.argsort(), chunks_of(boundaries, device))
+            packed.megarl_delta_row = _TokenPlaces(
+                tokens, tokens.argsort(), chunks_of(boundaries, device)
+            )
         return packed.megarl_delta_row
 
-    def _mixed(self, x: Tensor, row: "_Row") -> Tensor:
+    def _mixed(self, x: Tensor, row: "_TokenPlaces") -> Tensor:
         """Map the projections of this rank's tokens [tokens, heads of this rank times
         what one has] to what out_proj gets. Under context parallelism, tokens are
         exchanged for heads on the way in, and heads for tokens on the way out.
@@ -171,8 +173,8 @@ class DeltaNetwork(MegatronModule):
         if ranks == 1:
             return self._of_whole_sequences(x, row.chunks)
         by_rank = x.unflatten(-1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-        whole = tensor_parallel.all_to_all(self.cp, by_rank)[row.place]
-        y = self._of_whole_sequences(whole, row.chunks)
+        of_all_tokens = tensor_parallel.all_to_all(self.cp, by_rank)[row.place]
+        y = self._of_whole_sequences(of_all_tokens, row.chunks)
         by_rank = tensor_parallel.all_to_all(self.cp, y[row.tokens])
         return by_rank.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
 
@@ -202,7 +204,7 @@ class DeltaNetwork(MegatronModule):
         return (outputs * inverse * self.norm_weight * gate).to(dtype).flatten(1)
 
 
-class _Row(NamedTuple):
+class _TokenPlaces(NamedTuple):
     """Where the tokens of a packed row are."""
 
     tokens: Tensor  # [tokens] int64: positions in the row of all ranks' tokens, rank by rank

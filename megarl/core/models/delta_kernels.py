@@ -60,11 +60,11 @@ def _checked(dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: 
     # As the kernels get them, so that only their own errors count.
     tensors = [tensor.to(dtype).float() for tensor in tensors[:3]] + tensors[3:]
     right = _gradients(delta_rule, tensors)
-    found = _gradients(rule, tensors)
+    of_kernels = _gradients(rule, tensors)
     worst = ""
     error = 0.0
     for name, gradient in right.items():
-        off = float((found[name] - gradient).norm() / gradient.norm())
+        off = float((of_kernels[name] - gradient).norm() / gradient.norm())
         if not off <= error:  # also if it is no number
             worst = name
             error = off

@@ -66,9 +66,9 @@ def convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     last; positions [tokens], of each in its sequence.
     """
     x = x.float()
-    own, *earlier = weight.float().unbind(-1)[::-1]
-    total = x * own
-    for back, tap in enumerate(earlier, 1):
+    last_tap, *earlier_taps = weight.float().unbind(-1)[::-1]
+    total = x * last_tap
+    for back, tap in enumerate(earlier_taps, 1):
         shifted = F.pad(x, (0, 0, back, 0))[: len(x)]
         is_same_sequence = (positions >= back)[:, None]
         total = total + torch.where(is_same_sequence, shifted, 0.0) * tap
@@ -105,7 +105,7 @@ class _WithinChunks(NamedTuple):
     queries: Tensor  # [.., key]: q, as it meets the state before the chunk
     scores: Tensor  # [.., CHUNK]: of q with k of the chunk's tokens
     keys: Tensor  # [.., key]: k, as it is in the state after the chunk
-    rest: Tensor  # [chunks, heads, 1, 1]: what is left of the state before the chunk
+    share: Tensor  # [chunks, heads, 1, 1]: of the state before the chunk, left after it
 
 
 def _within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _WithinChunks:
@@ -130,7 +130,7 @@ def _within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
         queries=q * since_start,
         scores=(q @ k.mT) * between,
         keys=k * to_end,
-        rest=since_start[..., -1:, :],
+        share=since_start[..., -1:, :],
     )
 
 
@@ -142,11 +142,11 @@ def _carried(parts: _WithinChunks, steps: Sequence[int]) -> Tensor:
     outputs: list[Tensor] = []
     state = parts.values.new_zeros(())
     for step in zip(*divided, strict=True):
-        values, reads, queries, scores, keys, rest = step
+        values, reads, queries, scores, keys, share = step
         if not outputs:
             state = values.new_zeros(*values.shape[:2], reads.shape[-1], values.shape[-1])
         state = state[: len(values)]
         written = values - reads @ state
         outputs.append(queries @ state + scores @ written)
-        state = state * rest + keys.mT @ written
+        state = state * share + keys.mT @ written
     return torch.cat(outputs)

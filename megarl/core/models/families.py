@@ -100,11 +100,17 @@ def joined_rows(
     """Yield a weight's sources with their values, after neighbours that are rows of one
     tensor have been put together. All rows of a tensor are in one weight.
     """
-    for (name, has_rows), group in groupby(views, lambda each: (each[0].name, bool(each[0].rows))):
+    for (name, has_rows), group in groupby(views, _tensor_of):
         if has_rows:
             yield SourceView(name), torch.cat([view for _, view in group])
         else:
             yield from group
+
+
+def _tensor_of(view: tuple[SourceView, Tensor]) -> tuple[str, bool]:
+    """Return the name of a view's tensor, and whether the view is some of its rows."""
+    source, _ = view
+    return source.name, source.rows is not None
 
 
 NamedWeights = dict[str, Weight]

@@ -32,7 +32,7 @@ class Learner(Section):
         "none",
         description=(
             "what the backward pass recomputes, not stored: nothing; experts' norms and activation"
-            " functions; MLPs and experts; or whole layers"
+            " functions; MLPs, experts and gated delta networks; or whole layers"
         ),
     )
     optimizer_offload: float = Field(

@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3.5-moe as released": (tiny_qwen3_5_moe_multimodal, {}),
     "qwen3-next": (tiny_qwen3_next, {}),
 }
-SLOW = ("glm-4.5", "moonlight")
+SLOW = ("glm-4.5", "moonlight", "qwen3.5 with a vision tower", "qwen3.5-moe", "qwen3-next")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
 EXPERTS = (["--tp", "2", "--pp", "2", "--ep", "2"], ["--pp", "4", "--ep", "4"])
 

@@ -22,7 +22,10 @@ from tests.tiny import (
     tiny_llama4,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
     tiny_qwen3_moe,
+    tiny_qwen3_next,
 )
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -53,6 +56,26 @@ def test_as_torch_counts_it(name: str, tmp_path: Path) -> None:
     layers = cost.token * tokens - HEAD_PASSES * head + 2 * cost.attention(tokens)
     not_chosen = 2 * ours.routed_parameters * 3 // 4 * tokens if name == "llama4" else 0
     assert counter.get_total_flops() == layers / LAYER_PASSES + head + not_chosen
+
+
+@pytest.mark.parametrize("tiny", [tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_next])
+def test_delta_networks_cost_as_torch_counts_them(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """But for a chunk's triangular system, which torch does not count and is taken to
+    cost as much as a product with v; the convolution is not counted here.
+    """
+    model = tiny(tmp_path)
+    tokens = 64  # one chunk
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64))
+    ours = architecture.in_directory(tmp_path)
+    assert ours.delta is not None
+    cost = cost_of(ours)
+    head = 2 * 64 * 128 * tokens
+    layers = cost.token * tokens - HEAD_PASSES * head + 2 * cost.attention(tokens)
+    convolution = counter.get_flop_counts()["Global"][torch.ops.aten.convolution]
+    system = 2 * tokens * 64 * ours.delta.value * len(ours.delta_layers)
+    counted = counter.get_total_flops() - convolution + system
+    assert counted == layers / LAYER_PASSES + head
 
 
 def test_chunks_bound_what_local_layers_cost(tmp_path: Path) -> None:

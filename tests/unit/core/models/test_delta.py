@@ -13,15 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, delta_kernels, family_of, hf
 from megarl.core.models.delta import DeltaNetwork
 from megarl.core.models.delta_rule import chunks_of, convolve, delta_rule
+from megarl.core.models.layers import CenteredNorm
 from megarl.core.recipe import Model
 from tests.tiny import stored_apart, tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_5_moe_multimodal
 
 # isort: split
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 # Shorter than the convolution, a chunk and a token more, one in the middle of a chunk.
@@ -53,7 +58,7 @@ def test_no_state_crosses_from_one_sequence_to_the_next() -> None:
     alone.
     """
     tensors = [tensor.requires_grad_() for tensor in inputs()]
-    ours = delta_rule(*tensors, chunks_of(BOUNDARIES, CPU))  # type: ignore[call-arg, arg-type]
+    ours = delta_rule(*tensors, chunks_of(BOUNDARIES, CPU))  # type: ignore[call-arg]
     alone = []
     for first, last in itertools.pairwise(BOUNDARIES):
         q, k, v, g, beta = (tensor[None, first:last] for tensor in tensors)
@@ -117,6 +122,33 @@ def test_a_model_is_transformers_at_every_length(
         assert (found.grad - wanted.grad).abs().max() <= 2e-5 * wanted.grad.abs().max()
 
 
+def test_recomputation_keeps_less_and_changes_no_bit(one_rank: None, tmp_path: Path) -> None:
+    tiny_qwen3_5(tmp_path)
+    row = torch.randint(0, 128, (1, BOUNDARIES[-1]), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    kept = []
+    for recompute in ("none", "selective"):
+        model = Model(path=str(tmp_path), dtype="fp32")
+        (chunk,) = build.build(model, tmp_path, recompute=recompute)
+        hf.load([chunk], family_of(tmp_path), tmp_path)
+        network = chunk.train().decoder.layers[0].self_attention
+        hidden = torch.randn(BOUNDARIES[-1], 1, 64, generator=torch.Generator().manual_seed(2))
+        sizes: list[int] = []
+
+        def noted(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+            network(hidden.requires_grad_(), packed_seq_params=packed(LENGTHS))
+        kept.append(sum(sizes))
+        logits = chunk(row, None, None, packed_seq_params=packed(LENGTHS))
+        logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in chunk.parameters()])
+    assert kept[1] < kept[0] / 10
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 def test_a_bf16_model_keeps_its_exact_tensors(one_rank: None, tmp_path: Path) -> None:
     """Of the released layout every bit comes back, FP32 and bf16, experts out of their
     stacks. Servers are sent A_log and the norm in FP32.
@@ -161,7 +193,8 @@ def test_norms_add_one_in_float32_and_round_once(one_rank: None, tmp_path: Path)
 def test_decays_are_computed_in_float32(one_rank: None, tmp_path: Path, dtype: str) -> None:
     """exp(A_log) of 12 is beyond fp16's range, and bf16 would round 12.03 to 12."""
     tiny_qwen3_5(tmp_path, torch.float32)
-    (chunk,) = build.build(Model(path=str(tmp_path), dtype=dtype), tmp_path)
+    model = Model.model_validate({"path": str(tmp_path), "dtype": dtype})
+    (chunk,) = build.build(model, tmp_path)
     hf.load([chunk], family_of(tmp_path), tmp_path)
     network = chunk.decoder.layers[0].self_attention
     assert network.A_log.dtype == network.norm_weight.dtype == torch.float32
@@ -194,6 +227,28 @@ def test_what_megatron_makes_on_the_cpu_is_moved_to_the_layers(
     for layer in chunk.decoder.layers:
         assert layer.mlp.router.weight.data_ptr() in moved
         assert layer.mlp.shared_experts.gate_weight.data_ptr() in moved
+
+
+@pytest.mark.parametrize("tiny", [tiny_qwen3_5, tiny_qwen3_5_moe])
+def test_with_transformer_engine_no_norm_is_computed_twice(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Any
+) -> None:
+    """Its projections compute the norm before them: attention's, and that of an MLP
+    after either. A delta network's does not, so the norm there is ours.
+    """
+    for module in (gpt_layer_specs, moe_module_specs):
+        monkeypatch.setattr(module, "TESpecProvider", TESpecProvider)
+    tiny(tmp_path)
+    architecture = in_directory(tmp_path)
+    config = build.transformer_config(Model(path=str(tmp_path)), architecture, False)
+    assert config.layernorm_zero_centered_gamma  # its norms, too, multiply by 1 + weight
+    spec = build.block_spec(config, architecture, True, None)
+    layers = [layer_spec.submodules for layer_spec in spec.layer_specs]
+    with_delta = [layer.self_attention.module is DeltaNetwork for layer in layers]
+    assert with_delta == [True] * 3 + [False]
+    assert [layer.input_layernorm for layer in layers] == [CenteredNorm] * 3 + [IdentityOp]
+    fused = [layer.pre_mlp_layernorm is IdentityOp for layer in layers]
+    assert fused == [not architecture.experts] * 4
 
 
 def test_a_frozen_router_does_not_freeze_the_shared_experts_gate(
@@ -248,7 +303,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> list[list[int]]
         if is_wrong:
             k = OffByK.apply(k)
         row = (tensor[0].float() for tensor in (q * scale, k, v, g, beta))
-        output = delta_rule(*row, chunks_of(boundaries, CPU))  # type: ignore[call-arg, arg-type]
+        output = delta_rule(*row, chunks_of(boundaries, CPU))  # type: ignore[call-arg]
         return output.bfloat16()[None], None
 
     module = ModuleType("fla.ops.gated_delta_rule")

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from megarl.core import models
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.model_directory import open_model
+from megarl.core.base.model_directory import open_model, open_served_model
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
 from tests import make
@@ -211,7 +211,7 @@ def test_layouts_that_do_not_divide_delta_networks_are_refused(
 
 def test_a_stack_of_experts_of_another_size_is_refused(tmp_path: Path) -> None:
     tiny_qwen3_5_moe_multimodal(tmp_path)
-    open_model(tmp_path)
+    open_served_model(tmp_path)  # SGLang loads these stacks
     make.edit_config(
         tmp_path,
         text_config=json.loads((tmp_path / "config.json").read_text())["text_config"]
