@@ -8,6 +8,7 @@ share one.
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.hf_tensors import expected_shapes
 from megarl.core.base.messages import Publish
+from megarl.core.client.client import ServerClient
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.sampling.sampler import routed_model
 from megarl.core.sync.publisher import Publisher
@@ -426,3 +428,29 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
         assert await asyncio.to_thread(publish, 24) == delta
     finally:
         parallel.stop()
+
+
+@pytest.mark.slow
+def test_a_released_bf16_directory_keeps_its_fp32_tensors(tmp_path: Path) -> None:
+    """A_log and the norms of delta networks: on the server, and as they are published
+    by a learner in bf16.
+    """
+    case = CASES["qwen3_5_moe_multimodal"]
+    models = two_models(tmp_path, case.make, dtype=torch.bfloat16, **ENDLESS, **case.overrides)
+    model = {"path": str(tmp_path / "a"), "dtype": "bf16"}
+    with running(tmp_path, models, model=model) as stack:
+        from_disk = {}
+        for name in "ba":
+            stack.ask(partial(ServerClient.load, path=str(tmp_path / name), version=3))
+            from_disk[name] = stack.ask(lambda client: client.checksums()).combined
+        plan: list[tuple[str, list[str], str]] = [(name, [], "gloo") for name in "bab"]
+        found = publish_from(stack, 1, 4, plan)
+        for (name, *_), (error, checksum, _) in zip(plan, found, strict=True):
+            assert (error, checksum) == ("", from_disk[name])
+        sequences = [random_prompt(n) for n in (60, 70, 80, 90)]
+        starts = [1] * len(sequences)
+        served_scores = stack.ask(lambda client: client.score(sequences, starts, "bf16"))
+    exact = scores(models["b"].float(), sequences)
+    off = np.concatenate([s.logprobs - e for s, e in zip(served_scores, exact, strict=True)])
+    print(f"log-probs in bf16 are off by {abs(off).mean():.1e}, mean")
+    assert abs(off).mean() < 0.1

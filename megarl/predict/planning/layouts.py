@@ -378,19 +378,8 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     longest = problem.recipe.length.context_tokens
     serving = problem.recipe.serving
     copies = serving.attention_copies
-    if serving.expert_parallel and ranks == 1:
-        return "server TP 1: has no GPUs among which to divide experts (serving.expert_parallel)"
-    if reason := experts_problem(problem.recipe, shape, ranks):
-        return f"server TP {ranks}: serving.expert_parallel: {reason}"
-    if ranks % copies:
-        return f"server TP {ranks}: is no multiple of serving.attention_copies ({copies})"
-    if copies > 1 and ranks > gpu.node_gpus:
-        return (
-            f"server TP {ranks}: copies of the attention (serving.attention_copies) are for servers"
-            f" within a node of {gpu.node_gpus} GPUs"
-        )
-    if reason := copies_problem(problem.recipe, shape):
-        return f"serving.attention_copies: {reason}"
+    if reason := _indivisible(problem, ranks):
+        return reason
     if sizes := undivided(shape, ranks, serving):
         return f"server TP {ranks}: does not divide {sizes}"
     fp8_keys = serving.fp8_keys
@@ -416,6 +405,29 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
             largest_part += " and states of delta networks (serving.max_running_requests)"
         return f"server TP {ranks}: {largest_part} leave no room for the KV of one longest sequence"
     return fitting
+
+
+def _indivisible(problem: PlanningProblem, ranks: int) -> str:
+    """Return why experts or attention cannot be divided among a server's GPUs as the
+    recipe asks (serving.expert_parallel, serving.attention_copies); empty if they can.
+    """
+    recipe = problem.recipe
+    shape = problem.shape
+    copies = recipe.serving.attention_copies
+    if recipe.serving.expert_parallel and ranks == 1:
+        return "server TP 1: has no GPUs among which to divide experts (serving.expert_parallel)"
+    if reason := experts_problem(recipe, shape, ranks):
+        return f"server TP {ranks}: serving.expert_parallel: {reason}"
+    if ranks % copies:
+        return f"server TP {ranks}: is no multiple of serving.attention_copies ({copies})"
+    if copies > 1 and ranks > problem.gpu.node_gpus:
+        return (
+            f"server TP {ranks}: copies of the attention (serving.attention_copies) are for servers"
+            f" within a node of {problem.gpu.node_gpus} GPUs"
+        )
+    if reason := copies_problem(recipe, shape):
+        return f"serving.attention_copies: {reason}"
+    return ""
 
 
 def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:

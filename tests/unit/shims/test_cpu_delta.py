@@ -54,10 +54,12 @@ def test_prompts_of_several_requests_each_with_a_state_of_its_own() -> None:
     before = states.clone()
     inputs = drawn(sum(LENGTHS))
     borders = torch.tensor([0, *LENGTHS]).cumsum(0)
-    found, *_ = delta.extend(*inputs, states, borders, torch.tensor(SLOTS))
+    q, k, v, g, beta = inputs
+    found, *_ = delta.extend(q, k, v, g, beta, states, borders, torch.tensor(SLOTS))
     pieces = zip(*(x.split(LENGTHS, 1) for x in inputs), strict=True)
     for request, (slot, piece) in enumerate(zip(SLOTS, pieces, strict=True)):
-        expected, state = theirs(*piece, before[slot])
+        query, key, value, log_decay, rate = piece
+        expected, state = theirs(query, key, value, log_decay, rate, before[slot])
         output = found[:, borders[request] : borders[request + 1]]
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(states[slot], state, atol=1e-5, rtol=1e-5)
@@ -86,8 +88,8 @@ def test_a_decoded_token_of_each_request() -> None:
     log_decay = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
     inputs = (q, k, v, log_decay, b.sigmoid())
     for request, slot in enumerate(SLOTS):
-        own = [x[:, request : request + 1] for x in inputs]
-        expected, state = theirs(*own, before[slot])
+        query, key, value, gate, rate = [x[:, request : request + 1] for x in inputs]
+        expected, state = theirs(query, key, value, gate, rate, before[slot])
         torch.testing.assert_close(found[:, request], expected[:, 0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(states[slot], state, atol=1e-5, rtol=1e-5)
 

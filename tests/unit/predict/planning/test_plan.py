@@ -22,7 +22,13 @@ from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.predict.planning import layouts, memory, show, simulate, speed
 from megarl.predict.planning.hardware import GB, Gpu, gpu_named
-from megarl.predict.planning.layouts import Plan, PlanningProblem, as_written, search
+from megarl.predict.planning.layouts import (
+    Plan,
+    PlanningProblem,
+    as_written,
+    search,
+    server_of,
+)
 from megarl.predict.planning.memory import ServerMemory
 from megarl.predict.planning.speed import Decoder
 from megarl.predict.planning.workload import lognormal, workload
@@ -267,6 +273,27 @@ def test_a_learner_needs_the_hosts_memory_too() -> None:
     least = min(plan.learner.host for plan in search(asked).plans)
     assert all(plan.learner.host <= 30e9 for plan in found.plans)
     assert least < 236e9
+
+
+def test_states_of_delta_networks_are_planned_and_shown() -> None:
+    """One H200 holds the weights of Qwen3.5-35B-A3B, but not 79 GiB of states beside
+    them; the states of fewer requests it does.
+    """
+    one = ("resources.server_tensor_parallel=1", "resources.learner_ranks=64")
+    few = (*one, "serving.max_running_requests=64")
+    fits = problem("scalerl-8b", "qwen3.5-35b-a3b", "h200", 80, 8000, *few)
+    asked = problem("scalerl-8b", "qwen3.5-35b-a3b", "h200", 80, 8000, *one)
+    refused = server_of(asked, 1)
+    assert isinstance(refused, str)
+    assert "weights and states of delta networks (serving.max_running_requests)" in refused
+    server = server_of(fits, 1)
+    assert not isinstance(server, str)
+    assert server.states == pytest.approx(5 * 72 * 61.4 * 2**20, rel=1e-3)
+    plan = search(fits).plans[0]
+    assert show._figures(plan)["server: states, GB"]
+    assert "server: states, GB" not in show._figures(
+        written(problem("scalerl-8b", "llama-3.1-8b", "h100"))
+    )
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def test_fields_that_say_nothing_and_reasoning_that_is_not_learnt_do_no_harm() -
     last = TURNS[1] | {"tool_calls": None, "reasoning_content": ""}
     row = read_untemplated({"prompt": [ASKED, earlier, ASKED], "completion": [last]})
     assert row.answer == "<think>2+1=3</think>13"
-    row = read_untemplated({"messages": [ASKED, earlier | {"weight": 0}, ASKED, last | {"weight": 1}]})
+    row = read_untemplated(
+        {"messages": [ASKED, earlier | {"weight": 0}, ASKED, last | {"weight": 1}]}
+    )
     assert row.answer == "<think>2+1=3</think>13"
 
 
