@@ -108,7 +108,7 @@ class _Texts(NamedTuple):
     completion: list[str]
 
 
-class _Conversation(NamedTuple):
+class _TraceMessages(NamedTuple):
     """A trace of messages. turns: the indices of those that are learnt, ascending;
     tools: those that the model may call.
     """
@@ -230,7 +230,7 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
     return _without_template(_content_of(raw))
 
 
-def _without_template(content: _Texts | _Conversation) -> Taught:
+def _without_template(content: _Texts | _TraceMessages) -> Taught:
     """Return a trace with its texts as they are. Of a conversation, its prompt has only
     what the user says.
     """
@@ -291,7 +291,7 @@ class _TemplatedReader:
         first, *further = [(prompt, tuple(parts)) for prompt, parts in traces]
         return replace(row, prompt=first[0], parts=first[1], further=tuple(further))
 
-    def _traces(self, conversation: _Conversation) -> list[tuple[str, list[str]]]:
+    def _traces(self, conversation: _TraceMessages) -> list[tuple[str, list[str]]]:
         """Return prompt and parts of each trace of a conversation: one, unless the
         prompt of a turn does not continue the turn before.
         """
@@ -421,7 +421,7 @@ def _without_opening(text: str, prompt: str) -> str:
     return text
 
 
-def _content_of(raw: Mapping[str, Any]) -> _Texts | _Conversation:
+def _content_of(raw: Mapping[str, Any]) -> _Texts | _TraceMessages:
     """Return a row's texts or messages. UnfitError if it has none of the forms that the
     module names, or one of its texts is empty.
     """
@@ -459,7 +459,7 @@ def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
     return _Texts(prompt, parts)
 
 
-def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _Conversation:
+def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _TraceMessages:
     """Convert a row's messages to our format, with its system message, if it has one in
     a column of its own, before them. first: the index of the first message that may be
     learnt. UnfitError unless the last message is the assistant's and another one
@@ -485,7 +485,7 @@ def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _Conversati
     if isinstance(system, str) and system:
         messages = [{"role": "system", "content": system}, *messages]
         turns = [turn + 1 for turn in turns]
-    return _Conversation(messages, turns, _tools_of(raw))
+    return _TraceMessages(messages, turns, _tools_of(raw))
 
 
 def _weight(message: Mapping[str, Any]) -> bool:
