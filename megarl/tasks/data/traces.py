@@ -38,7 +38,7 @@ assistant).
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +137,8 @@ def load_traces(
     )
     traces: list[Trace] = []
     total = 0
-    for part in in_parts(_trace_rows(templated(surveyed, tokenizer)), _characters):
+    rows = chosen(templated(surveyed, tokenizer))
+    for part in in_parts((trace for trace, _ in each_trace(rows)), _characters):
         if total == 0:
             tokenizer.warn_of_beginning(source, part[0].prompt[:BATCH_CHARACTERS])
         total += len(part)
@@ -157,13 +158,15 @@ def load_traces(
     return traces
 
 
-def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
-    """Yield the traces of the kept rows of a survey whose reader makes traces."""
-    for row, _ in chosen(surveyed):
+def each_trace(rows: Iterable[tuple[PromptRow, bool]]) -> Iterator[tuple[Taught, bool]]:
+    """Yield the traces of rows of a survey whose reader makes traces, with what comes
+    with each row. `answer` is the whole completion.
+    """
+    for row, held_out in rows:
         if isinstance(row, Taught):
-            yield replace(row, further=())
-            for prompt, parts in row.further:
-                yield replace(row, prompt=prompt, parts=parts, further=())
+            for prompt, parts in ((row.prompt, row.parts), *row.further):
+                answer = "".join(parts)
+                yield replace(row, prompt=prompt, answer=answer, parts=parts, further=()), held_out
 
 
 def _characters(row: Taught) -> int:

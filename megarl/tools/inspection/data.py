@@ -33,7 +33,7 @@ from megarl.tasks.data.prompts import Render, in_parts, renderer, rows_with_toke
 from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
-from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
+from megarl.tasks.data.traces import MAX_TOKENS, are_traces, each_trace, spoken, templated
 
 MOST_TOKENS = 1 << 17
 """Texts that must be longer are not encoded; the least number of their tokens is shown.
@@ -252,7 +252,7 @@ def _statistics(
             text = prompt_text(row) if render is None else render(row)
             parts[is_held_out].add(row, len(text), len(row.answer))
     elif render is None:  # of a trace the answer is counted in tokens, too
-        for batch in in_parts(chosen(surveyed), _characters):
+        for batch in in_parts(each_trace(chosen(surveyed)), _characters):
             prompts = token_counts([row.prompt for row, _ in batch], tokenizer)
             answers = token_counts([row.answer for row, _ in batch], tokenizer)
             for (row, is_held_out), prompt, answer in zip(batch, prompts, answers, strict=True):
