@@ -71,7 +71,7 @@ checkpoint would be trained again.
 """
 
 
-class _Writer(threading.Thread):
+class _PartWriter(threading.Thread):
     """Writes this rank's part. end: when it has ended, by time.monotonic()."""
 
     end = 0.0
@@ -90,7 +90,7 @@ class _Write:
 
     path: Path
     start: float  # time.monotonic()
-    thread: "_Writer"
+    thread: "_PartWriter"
     # Megatron's, which raise a thread's error on all ranks, then ours.
     finish: list[Callable[[], None]]
 
@@ -145,11 +145,11 @@ class Checkpoints:
             request = checkpoint.start_save(path, state, self._meta())
         except MegarlError as error:
             return self._failed(error)
-        thread = _Writer()  # does nothing: for a rank that has nothing to write
+        thread = _PartWriter()  # does nothing: for a rank that has nothing to write
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
             arguments = (rank, request.preload_fn(), results)
-            thread = _Writer(target=request.async_fn, args=arguments, name="checkpoint")
+            thread = _PartWriter(target=request.async_fn, args=arguments, name="checkpoint")
         thread.start()
         self._writing = _Write(path, start, thread, request.finalize_fns)
         if any(written_in_place(network.optimizer) for network in trainer.trained):

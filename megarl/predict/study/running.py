@@ -167,7 +167,8 @@ def run(
     study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks = USUAL
 ) -> int:
     """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 +
-    signal if asked to stop.
+    signal if asked to stop, as SIGUSR1 asks if a run stops ahead of its job's end
+    (run/deadline.py).
     """
     outlive_screen()
     display = ProgressDisplay(study, console, hooks.ended)
@@ -175,15 +176,16 @@ def run(
         for task in tasks:
             if hooks.ended(task):
                 continue
+            status = 0
             if task.state() != "done":  # a done task may still lack `hooks.done`
-                _run_task(task, hooks, stop_request, display)
+                status = _run_task(task, hooks, stop_request, display)
             if task.state() == "done":
                 hooks.done(task)
-            if stop_request.count:
+            if stop_request.count or status == 128 + signal.SIGUSR1:
                 console.print(
                     "stopped as asked; the same command continues from here", highlight=False
                 )
-                return 128 + stop_request.signal
+                return 128 + (stop_request.signal or signal.SIGUSR1)
     failed = [task for task in tasks if not hooks.ended(task)]
     for task in failed:
         console.print(f"failed: {task.name}; see {task.log}", style="red", highlight=False)
@@ -192,15 +194,19 @@ def run(
 
 def _run_task(
     task: StudyTask, hooks: StudyHooks, stop_request: StopRequest, display: ProgressDisplay
-) -> None:
-    """Run a task's commands until one fails or the study is asked to stop."""
+) -> int:
+    """Run a task's commands until one fails or the study is asked to stop. Return the
+    last one's status.
+    """
     # An earlier process of the run, which was stopped, has left it; with it, the task
     # would not count as begun.
     task.rundir.summary.unlink(missing_ok=True)
+    status = 0
     for command in (*hooks.prerequisites(task), [*TRAIN, *task.arguments]):
         status = _finish(command, task, stop_request, display)
         if status or stop_request.count:
-            return
+            break
+    return status
 
 
 def _finish(

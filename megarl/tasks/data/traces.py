@@ -38,7 +38,7 @@ assistant).
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ class _Texts(NamedTuple):
     completion: list[str]
 
 
-class _Conversation(NamedTuple):
+class _TraceMessages(NamedTuple):
     """A trace of messages. turns: the indices of those that are learnt, ascending;
     tools: those that the model may call.
     """
@@ -137,7 +137,8 @@ def load_traces(
     )
     traces: list[Trace] = []
     total = 0
-    for part in in_parts(_trace_rows(templated(surveyed, tokenizer)), _characters):
+    rows = chosen(templated(surveyed, tokenizer))
+    for part in in_parts((trace for trace, _ in each_trace(rows)), _characters):
         if total == 0:
             tokenizer.warn_of_beginning(source, part[0].prompt[:BATCH_CHARACTERS])
         total += len(part)
@@ -157,13 +158,17 @@ def load_traces(
     return traces
 
 
-def _trace_rows(surveyed: Survey) -> Iterator[CompletionRow]:
-    """Yield the traces of the kept rows of a survey whose reader makes traces."""
-    for row, _ in chosen(surveyed):
+def each_trace(
+    rows: Iterable[tuple[PromptRow, bool]],
+) -> Iterator[tuple[CompletionRow, bool]]:
+    """Yield the traces of rows of a survey whose reader makes traces, with what comes
+    with each row. `answer` is the whole completion.
+    """
+    for row, held_out in rows:
         assert isinstance(row, CompletionRow)  # `chosen` only says PromptRow
-        yield replace(row, further=())
-        for prompt, parts in row.further:
-            yield replace(row, prompt=prompt, parts=parts, further=())
+        for prompt, parts in ((row.prompt, row.parts), *row.further):
+            answer = "".join(parts)
+            yield replace(row, prompt=prompt, answer=answer, parts=parts, further=()), held_out
 
 
 def _characters(row: CompletionRow) -> int:
@@ -230,7 +235,7 @@ def read_untemplated(raw: Mapping[str, Any]) -> CompletionRow:
     return _without_template(_content_of(raw))
 
 
-def _without_template(content: _Texts | _Conversation) -> CompletionRow:
+def _without_template(content: _Texts | _TraceMessages) -> CompletionRow:
     """Return a trace with its texts as they are. Of a conversation, its prompt has only
     what the user says.
     """
@@ -291,7 +296,7 @@ class _TemplatedReader:
         first, *further = [(prompt, tuple(parts)) for prompt, parts in traces]
         return replace(row, prompt=first[0], parts=first[1], further=tuple(further))
 
-    def _traces(self, conversation: _Conversation) -> list[tuple[str, list[str]]]:
+    def _traces(self, conversation: _TraceMessages) -> list[tuple[str, list[str]]]:
         """Return prompt and parts of each trace of a conversation: one, unless the
         prompt of a turn does not continue the turn before.
         """
@@ -421,7 +426,7 @@ def _without_opening(text: str, prompt: str) -> str:
     return text
 
 
-def _content_of(raw: Mapping[str, Any]) -> _Texts | _Conversation:
+def _content_of(raw: Mapping[str, Any]) -> _Texts | _TraceMessages:
     """Return a row's texts or messages. UnfitError if it has none of the forms that the
     module names, or one of its texts is empty.
     """
@@ -459,7 +464,7 @@ def _texts_of_completion(raw: Mapping[str, Any]) -> _Texts:
     return _Texts(prompt, parts)
 
 
-def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _Conversation:
+def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _TraceMessages:
     """Convert a row's messages to our format, with its system message, if it has one in
     a column of its own, before them. first: the index of the first message that may be
     learnt. UnfitError unless the last message is the assistant's and another one
@@ -485,7 +490,7 @@ def _conversation(raw: Mapping[str, Any], value: Any, first: int) -> _Conversati
     if isinstance(system, str) and system:
         messages = [{"role": "system", "content": system}, *messages]
         turns = [turn + 1 for turn in turns]
-    return _Conversation(messages, turns, _tools_of(raw))
+    return _TraceMessages(messages, turns, _tools_of(raw))
 
 
 def _weight(message: Mapping[str, Any]) -> bool:

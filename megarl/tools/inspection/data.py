@@ -33,7 +33,13 @@ from megarl.tasks.data.prompts import Render, in_parts, renderer, rows_with_toke
 from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
-from megarl.tasks.data.traces import MAX_TOKENS, are_traces, read_untemplated, templated
+from megarl.tasks.data.traces import (
+    MAX_TOKENS,
+    are_traces,
+    each_trace,
+    read_untemplated,
+    templated,
+)
 
 MOST_TOKENS = 1 << 17
 """Texts that must be longer are not encoded; the least number of their tokens is shown.
@@ -260,7 +266,7 @@ def _statistics(
             text = prompt_text(row) if render is None else render(row)
             parts[is_held_out].add(row, len(text), len(row.answer))
     elif render is None:  # of a trace the answer is counted in tokens, too
-        for batch in in_parts(chosen(surveyed), _characters):
+        for batch in in_parts(each_trace(chosen(surveyed)), _characters):
             prompt_lengths = token_counts([row.prompt for row, _ in batch], tokenizer)
             answer_lengths = token_counts([row.answer for row, _ in batch], tokenizer)
             for n, (row, is_held_out) in enumerate(batch):

@@ -36,6 +36,9 @@ outcome = "stopped" if stop else "failed" if run["name"] in {failing} else "fini
 (path / "summary.json").write_text(json.dumps({{"outcome": outcome}}))
 with (path.parent.parent / "order").open("a") as order:
     order.write(run["name"] + " " + outcome + "\\n")
+if run["name"] in {ending}:
+    (path / "summary.json").write_text(json.dumps({{"outcome": "stopped"}}))
+    sys.exit(128 + signal.SIGUSR1)
 """
 
 
@@ -50,10 +53,11 @@ def train_as(
     tmp_path: Path,
     seconds: float = 0.0,
     failing: tuple[str, ...] = (),
+    ending: tuple[str, ...] = (),
 ) -> None:
     """From now on a run is this script."""
     script = tmp_path / "fake_train.py"
-    script.write_text(FAKE_TRAIN.format(seconds=seconds, failing=failing))
+    script.write_text(FAKE_TRAIN.format(seconds=seconds, failing=failing, ending=ending))
     monkeypatch.setattr(running, "TRAIN", (sys.executable, str(script)))
 
 
@@ -80,6 +84,15 @@ def test_a_failure_does_not_stop_the_others(
     train_as(monkeypatch, tmp_path)
     assert running.run(study, study.tasks, Console(quiet=True)) == 0
     assert order(study)[4:] == ["grpo-seed0 finished"]
+
+
+def test_a_run_that_stops_ahead_of_its_jobs_end_stops_the_study(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another would begin minutes before that; and its job is queued again."""
+    train_as(monkeypatch, tmp_path, ending=("grpo-seed0",))
+    assert running.run(study, study.tasks, Console(quiet=True)) == 128 + signal.SIGUSR1
+    assert [task.state() for task in study.tasks] == ["done", "begun", "waiting", "waiting"]
 
 
 def test_interruption(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ at.
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,26 @@ def test_each_turn_of_the_assistant_is_learnt_as_it_will_be_sampled(
     # Their templates write something before or after an earlier answer that was not
     # sampled.
     assert len(traces) == (3 if family in ("GLM-4.5", "gpt-oss") else 1)
+
+
+def test_inspect_counts_each_trace_with_all_of_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give or take the end token, which a completion may lack."""
+    monkeypatch.setenv("COLUMNS", "200")
+    messages = {"messages": [ASKED, ANSWERED, ASKED, TURNS[1]]}
+    for family, count in {"Qwen2.5": 1, "gpt-oss": 2}.items():
+        made, _ = published(tmp_path / family, family)
+        file = write(tmp_path / "s.jsonl", messages)
+        traces = load_traces(file, made)
+        command = ["data", "inspect", str(file), "--tokenizer", str(made.path)]
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert f"{count} traces" in shown
+        longest = max(len(trace.tokens) - trace.prompt_tokens for trace in traces)
+        counted = re.search(r"completions, tokens: .*longest (\d+)", shown)
+        assert counted is not None
+        assert int(counted[1]) in (longest - 1, longest)
 
 
 def test_a_turn_of_weight_0_and_those_of_a_prompt_are_not_learnt(tmp_path: Path) -> None:
