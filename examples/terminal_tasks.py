@@ -1,5 +1,5 @@
 """Tasks for a terminal, as folders, of three families that each need two commands; and
-traces of a teacher that solves not quite half of them, for a warm start:
+traces of a teacher that solves half of them, for a warm start:
 
     python examples/terminal_tasks.py terminal
 
@@ -19,7 +19,7 @@ HELDOUT = 48
 TRACES = 12_000
 END = "<eos>"
 NOTHING = "(no output)"
-KINDS = {"right": 0.4, "slipped": 0.5, "hasty": 0.1}
+KINDS = {"right": 0.5, "slipped": 0.4, "hasty": 0.1}
 """What the teacher does: all that is right; the second command with an error; only the
 first command.
 """
