@@ -80,29 +80,30 @@ def main(run: Path, interface: str) -> int:
     """
     adopt_orphans()
     with stop_requests() as request:
-        life = serve(run, interface, request)
-        while not request.count and resumed(RunDir(run.resolve()), life, request):
-            life = serve(run, interface, request)
+        session = serve(run, interface, request)
+        while not request.count and resumed(RunDir(run.resolve()), session, request):
+            session = serve(run, interface, request)
     return 128 + request.signal if request.signal == signal.SIGUSR1 else 0
 
 
 def serve(run: Path, interface: str, request: StopRequest) -> str:
     """Join the run and serve it until it ends or this server is asked to end. Return
-    the name of the run's present life.
+    the name of the run's session, its present life.
     """
     rundir, recipe, endpoints = opened(run)
     gpus = recipe.resources.server_tensor_parallel
-    # A free port may be that of one of the run's servers which is down for a moment.
-    # With one port more than the run has servers, one is nobody's.
+    # A server of the run that is down for a moment leaves its port free. Of one port
+    # more than the run has servers, at least one belongs to none of them.
     node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
     _check_gpus(node, endpoints, gpus)
     urls = {port: f"http://{node.address}:{port}" for port in node.ports}
     port = next(port for port, url in urls.items() if url not in endpoints.servers)
     place = Place((node,), node.gpus[:gpus])
-    role = task(recipe, rundir, Role("server"), port, place)
+    command = task(recipe, rundir, Role("server"), port, place)
     join = ("-m", "megarl", "serve", "--join", str(rundir.path))
-    words = (*join, "--interface", interface, "--port", str(port), "--index")
-    guest = Guest(endpoints, replace(role, arguments=words), urls[port], request)
+    # Without the last word: Guest appends the number that the controller gives.
+    arguments = (*join, "--interface", interface, "--port", str(port), "--index")
+    guest = Guest(endpoints, replace(command, arguments=arguments), urls[port], request)
     with closing(guest.link):
         guest.stay()
     return endpoints.session
@@ -124,9 +125,9 @@ def _check_gpus(node: Node, endpoints: Endpoints, gpus: int) -> None:
         )
 
 
-def resumed(rundir: RunDir, life: str, request: StopRequest) -> bool:
-    """Return True once the run has a new life with a controller; False if it ends for
-    good, or after FOLLOW_LIMIT_S.
+def resumed(rundir: RunDir, session: str, request: StopRequest) -> bool:
+    """Return True once the run has another session than this one, with a controller;
+    False if it ends for good, or after FOLLOW_LIMIT_S.
     """
     terminal.say(
         f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it"
@@ -140,8 +141,8 @@ def resumed(rundir: RunDir, life: str, request: StopRequest) -> bool:
                 by_hand = rundir.stop_asked() and rundir.stop_signal() not in MAKE_ROOM
                 if by_hand or read_json(rundir.summary).get("outcome") != "stopped":
                     return False
-            # a new life removes the old status first, so this one is of its controller
-            elif rundir.endpoints().session != life and rundir.status.exists():
+            # a new session first removes the old status, so this is its controller's
+            elif rundir.endpoints().session != session and rundir.status.exists():
                 return True
         time.sleep(BEAT_S)
     return False
@@ -181,7 +182,8 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
 
 def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int = 0) -> Node:
     """Return this machine with its address on the run's network and free ports.
-    interface: as in `main`. ports: how many.
+    interface: the network interface to listen on; empty: the run's. ports: the number
+    of free ports.
     """
     controller = str(urlsplit(endpoints.controller).hostname)
     if controller == LOOPBACK and interface not in ("", OF_SLURM):
@@ -193,18 +195,18 @@ def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int =
 
 
 class Guest:
-    """A server that joins a run, and its conversation with the controller. role: its
-    command, without the id it will get.
+    """A server that joins a run, and its conversation with the controller. command: the
+    server's, without the number that it will get; url: where it will listen.
     """
 
     def __init__(
-        self, endpoints: Endpoints, role: RoleCommand, url: str, request: StopRequest
+        self, endpoints: Endpoints, command: RoleCommand, url: str, request: StopRequest
     ) -> None:
         self._began = time.monotonic()
-        self._role = role
+        self._command = command
         self._request = request
         self._address = endpoints.controller
-        self._endpoints_file = role.rundir.endpoints_file
+        self._endpoints_file = command.rundir.endpoints_file
         self._written = self._endpoints_file.stat().st_mtime_ns
         self._join = Join(life=uuid.uuid4().hex, url=url)
         self._launcher = LocalLauncher()
@@ -234,7 +236,7 @@ class Guest:
                 self._process.wait_gone()
                 self._launcher.sweep([])
         if status is not None:
-            log = self._role.log()
+            log = self._command.log()
             problem = last_problem(log) or "see its log"
             raise MegarlError(f"server {self._join.server} {ending_of(status)}: {problem} ({log})")
 
@@ -275,17 +277,18 @@ class Guest:
 
     def _start(self, server: int) -> None:
         """Start the server's process under the number that the controller gave it."""
-        arguments = (*self._role.arguments, str(server))
-        self._role = replace(self._role, role=Role("server", server), arguments=arguments)
+        arguments = (*self._command.arguments, str(server))
+        role = Role("server", server)
+        self._command = replace(self._command, role=role, arguments=arguments)
         # Slurm sends SIGTERM to all processes of a step at once, but the server must go
         # on until its requests have left.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            self._process = self._launcher.start(self._role)
+            self._process = self._launcher.start(self._command)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         terminal.say(
-            f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}",
+            f"megarl: server {server} starts at {self._join.url}; its log: {self._command.log()}",
             flush=True,
         )
         self.link.limit_s = SILENT_LIMIT_S
@@ -319,7 +322,7 @@ class Guest:
         if self._process and self._process.status() is not None:
             return "the server has ended"
         with suppress(OSError):  # a shared file system may be away for a while
-            if self._role.rundir.summary.exists():
+            if self._command.rundir.summary.exists():
                 return "the run has ended"
             if self._endpoints_file.stat().st_mtime_ns != self._written:
                 return "the run has ended"
