@@ -132,7 +132,7 @@ def workshop(task: TaskFolder) -> Iterator[Path]:
             shutil.copytree(files, work, symlinks=True, dirs_exist_ok=True)
         yield work
     finally:  # Python's own removal fails at what a policy may make
-        subprocess.run(["rm", "-rf", "--", str(work)], stderr=subprocess.DEVNULL)
+        subprocess.run(["/bin/rm", "-rf", "--", str(work)], stderr=subprocess.DEVNULL)
 
 
 def passes(task: TaskFolder, work: Path) -> bool:
