@@ -2,9 +2,9 @@
 GPUs only. This module imports little: SGLang's processes hide megatron.
 """
 
-from typing import Any
-
+from megarl.core.base.architecture import Architecture
 from megarl.core.engine import launch
+from megarl.core.recipe import Recipe
 from tests.processes import command_line
 
 
@@ -14,8 +14,8 @@ def serve_with_overlap(arguments: list[str]) -> int:
     """
     make = launch.state_arguments
 
-    def with_overlap(*of: Any) -> dict[str, object]:
-        made = make(*of)
+    def with_overlap(recipe: Recipe, model: Architecture, cuda: bool) -> dict[str, object]:
+        made = make(recipe, model, cuda)
         del made["mamba_radix_cache_strategy"]
         return made | {"disable_radix_cache": True, "disable_overlap_schedule": False}
 

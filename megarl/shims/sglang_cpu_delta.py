@@ -194,10 +194,14 @@ def extend(
     for slot, (first, end) in zip(
         initial_state_indices.tolist(), pairwise(cu_seqlens.tolist()), strict=False
     ):
-        of_heads = [x[first:end].transpose(0, 1) for x in (query, key, value)]
-        gates = [x[0, first:end].float().T for x in (g, beta)]
-        state = initial_state[slot].float().mT
-        output, state = delta_chunks(*of_heads, *gates, state)
+        output, state = delta_chunks(
+            query[first:end].transpose(0, 1),
+            key[first:end].transpose(0, 1),
+            value[first:end].transpose(0, 1),
+            g[0, first:end].float().T,
+            beta[0, first:end].float().T,
+            initial_state[slot].float().mT,
+        )
         initial_state[slot] = state.mT.to(initial_state.dtype)
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)[None].to(v.dtype), None, None

@@ -8,6 +8,7 @@ share one.
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.hf_tensors import expected_shapes
 from megarl.core.base.messages import Publish
+from megarl.core.client.client import ServerClient
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.sampling.sampler import routed_model
 from megarl.core.sync.publisher import Publisher
@@ -420,8 +422,7 @@ def test_a_released_bf16_directory_keeps_its_fp32_tensors(tmp_path: Path) -> Non
     with running(tmp_path, models, model=model) as stack:
         from_disk = {}
         for name in "ba":
-            path = str(tmp_path / name)
-            stack.ask(lambda client, path=path: client.load(path, 3))
+            stack.ask(partial(ServerClient.load, path=str(tmp_path / name), version=3))
             from_disk[name] = stack.ask(lambda client: client.checksums()).combined
         plan: list[tuple[str, list[str], str]] = [(name, [], "gloo") for name in "bab"]
         found = publish_from(stack, 1, 4, plan)

@@ -422,7 +422,7 @@ def test_llama_4_beyond_a_chunk_is_served_on_hopper_only(tmp_path: Path) -> None
         check_gpus(a_recipe(tmp_path / "dense"), [capability])
 
 
-DELTA = {
+DELTA: dict[str, Any] = {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"],
     "tie_word_embeddings": False,
     "text_config": SIZES

@@ -101,7 +101,7 @@ def test_a_server_reserves_five_states_for_each_request() -> None:
     """
     shape = architecture.read("qwen3.5-35b-a3b")
     size = gpu_named("h200").memory
-    keys = {"resources__server_tensor_parallel": 2}
+    keys: dict[str, Any] = {"resources__server_tensor_parallel": 2}
     two = memory.server(recipe(**keys), shape, size)
     assert two.states == pytest.approx(5 * 264 * 61.4 * 2**20 / 2, rel=1e-3)
     few = memory.server(recipe(serving__max_running_requests=24, **keys), shape, size)

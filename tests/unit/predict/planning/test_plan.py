@@ -277,11 +277,9 @@ def test_states_of_delta_networks_are_planned_and_shown() -> None:
     """One H200 holds the weights of Qwen3.5-35B-A3B, but not 79 GiB of states beside
     them; the states of fewer requests it does.
     """
-    one = ("resources.server_tensor_parallel=1", "resources.learner_ranks=64")
-    few = (*one, "serving.max_running_requests=64")
-    fits = problem("scalerl-8b", "qwen3.5-35b-a3b", "h200", 80, 8000, *few)
-    asked = problem("scalerl-8b", "qwen3.5-35b-a3b", "h200", 80, 8000, *one)
-    refused = server_of(asked, 1)
+    few = "serving.max_running_requests=64"
+    fits = problem("scalerl-8b", "qwen3.5-35b-a3b", "h200", 80, 8000, few)
+    refused = server_of(problem("scalerl-8b", "qwen3.5-35b-a3b", "h200"), 1)
     assert isinstance(refused, str)
     assert "weights and states of delta networks (serving.max_running_requests)" in refused
     server = server_of(fits, 1)
