@@ -194,13 +194,12 @@ def extend(
     for slot, (first, end) in zip(
         initial_state_indices.tolist(), pairwise(cu_seqlens.tolist()), strict=False
     ):
-        tokens = slice(first, end)
         output, state = delta_chunks(
-            query[tokens].transpose(0, 1),
-            key[tokens].transpose(0, 1),
-            value[tokens].transpose(0, 1),
-            g[0, tokens].float().T,
-            beta[0, tokens].float().T,
+            query[first:end].transpose(0, 1),
+            key[first:end].transpose(0, 1),
+            value[first:end].transpose(0, 1),
+            g[0, first:end].float().T,
+            beta[0, first:end].float().T,
             initial_state[slot].float().mT,
         )
         initial_state[slot] = state.mT.to(initial_state.dtype)

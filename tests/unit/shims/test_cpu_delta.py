@@ -1,5 +1,7 @@
 """Gated delta networks on a CPU against transformers' own."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,12 +28,11 @@ def drawn(tokens: int) -> tuple[Tensor, ...]:
     return q, k, v, log_decay, torch.rand(1, tokens, VALUE_HEADS)
 
 
-def theirs(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What transformers computes of one request, token by token. state: [value heads,
-    dv, dk].
+def theirs(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """What transformers computes of one request's `drawn`, token by token. state:
+    [value heads, dv, dk].
     """
+    q, k, v, log_decay, rate = inputs
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
     q, k = (x.repeat_interleave(VALUE_HEADS // KEY_HEADS, 2) for x in (q, k))
@@ -52,14 +53,12 @@ def test_prompts_of_several_requests_each_with_a_state_of_its_own() -> None:
     """Shorter than a chunk, as long, and longer."""
     states = torch.randn(7, VALUE_HEADS, DV, DK)
     before = states.clone()
-    inputs = drawn(sum(LENGTHS))
+    q, k, v, log_decay, rate = inputs = drawn(sum(LENGTHS))
     borders = torch.tensor([0, *LENGTHS]).cumsum(0)
-    q, k, v, g, beta = inputs
-    found, *_ = delta.extend(q, k, v, g, beta, states, borders, torch.tensor(SLOTS))
+    found, *_ = delta.extend(q, k, v, log_decay, rate, states, borders, torch.tensor(SLOTS))
     pieces = zip(*(x.split(LENGTHS, 1) for x in inputs), strict=True)
     for request, (slot, piece) in enumerate(zip(SLOTS, pieces, strict=True)):
-        query, key, value, log_decay, rate = piece
-        expected, state = theirs(query, key, value, log_decay, rate, before[slot])
+        expected, state = theirs(piece, before[slot])
         output = found[:, borders[request] : borders[request + 1]]
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(states[slot], state, atol=1e-5, rtol=1e-5)
@@ -88,8 +87,8 @@ def test_a_decoded_token_of_each_request() -> None:
     log_decay = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
     inputs = (q, k, v, log_decay, b.sigmoid())
     for request, slot in enumerate(SLOTS):
-        query, key, value, gate, rate = [x[:, request : request + 1] for x in inputs]
-        expected, state = theirs(query, key, value, gate, rate, before[slot])
+        own = [x[:, request : request + 1] for x in inputs]
+        expected, state = theirs(own, before[slot])
         torch.testing.assert_close(found[:, request], expected[:, 0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(states[slot], state, atol=1e-5, rtol=1e-5)
 
