@@ -3,6 +3,7 @@ CPU seconds a second.
 
     python -m benchmarks.controller [--streams 16384] [--rate 100000] [--seconds 120]
     [--folder DIR]
+    python -m benchmarks.controller --experts 2
 
 The controller is real, in its own process: prompts, places, streams, grader, tickets,
 journal, metrics. Servers and learner are stand-ins in this process. SERVERS addresses
@@ -11,12 +12,21 @@ batch, and publishes, without delay. Half the answers are right.
 
 It prints one line of JSON: `cores` are the CPU seconds a second that the controller
 used while all streams ran.
+
+`--experts GB` measures instead what a batch with so many GB of recorded experts costs
+the controller's event loop. Groups are packed and written, and a learner in a process
+of its own takes the batch and asks for all experts. Journal, link and conversation are
+real. `loop_cpu_seconds` are the CPU seconds of the loop's thread, `loop_held_seconds`
+add up the times over HELD_S in which the loop could not run anything else, for lack of
+a core, too.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
+import multiprocessing
 import random
 import re
 import subprocess
@@ -35,22 +45,31 @@ from aiohttp import web
 
 from benchmarks.scale import CHUNK, address, allow_files
 from megarl.core import recipe as recipes
+from megarl.core.base import architecture
 from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import (
+    Experts,
     Next,
     Publish,
     Published,
+    RecordedExperts,
     Reply,
     Score,
     Scored,
     ServerResult,
     Stop,
+    Stopped,
     Train,
 )
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.base.types import decode, int32
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, decode, int32
+from megarl.core.controller.conversation import Conversation, ConversationOver, Link
+from megarl.core.controller.decision import Decision, TrainStep
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted, Finished
+from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.run.process import free_ports
 from megarl.tasks.data import arithmetic
@@ -67,6 +86,12 @@ LOGPROB = -1.2345678
 """What servers and learner say of each token. If they differed, the controller would
 stop the run.
 """
+
+
+HELD_S = 0.05
+TICK_S = 0.005
+ROWS = 16_384
+"""Tokens of a rollout with recorded experts, of Qwen3-30B-A3B."""
 
 
 class StandInServers:
@@ -321,17 +346,167 @@ def _measured(
     }
 
 
+class EventLoopCost:
+    """What the event loop costs while this context lasts."""
+
+    def __init__(self) -> None:
+        self.held_s = 0.0
+        self.cpu_s = 0.0
+        self.longest_s = 0.0
+
+    async def __aenter__(self) -> "EventLoopCost":
+        self._ticks = asyncio.create_task(self._tick())
+        await asyncio.sleep(10 * TICK_S)
+        self.held_s = self.longest_s = 0.0
+        self._begin = time.thread_time()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cpu_s = time.thread_time() - self._begin
+        self._ticks.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            late = time.monotonic() - begin - TICK_S
+            self.longest_s = max(self.longest_s, late)
+            if late > HELD_S:
+                self.held_s += late
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "loop_cpu_seconds": round(self.cpu_s, 3),
+            "loop_held_seconds": round(self.held_s, 3),
+            "loop_held_at_most": round(self.longest_s, 3),
+        }
+
+
+class BatchOfJournal:
+    """Answers as the controller does: the batch without its experts, then these."""
+
+    def __init__(self, records: JournalWriter, tickets: range) -> None:
+        self._records = records
+        self._tickets = tickets
+
+    def new_learner(self) -> None:
+        pass
+
+    def evaluate_if_due(self, _version: int) -> None:
+        pass
+
+    def decide(self, _request: Next) -> TrainStep:
+        return TrainStep(0)
+
+    def learner_left(self, _step: int) -> None:
+        pass
+
+    async def carry_out(self, _decision: Decision, _request: Next) -> Train:
+        batch = Batch(step=0, groups=await self._records.groups(self._tickets))
+        return Train(batch=batch, compute_hours=0.0, compute_devices=1, stats={})
+
+    async def experts(self, request: Experts) -> tuple[Reply, list[bytes]]:
+        return RecordedExperts(), await self._records.choices(request.ticket, request.rollouts)
+
+
+def take_experts(address: str, keys: LinkKeys) -> None:
+    """Be the learner: take the batch, ask for its experts, a rollout at a time, and
+    leave.
+    """
+    link = ControllerLink(address, keys, lambda: "")
+    reply: Reply = decode(link.ask(Next(incarnation="a", step=0, version=0)), Reply)
+    assert isinstance(reply, Train)
+    for group in reply.batch.groups:
+        for position, rollout in enumerate(group.rollouts):
+            request = Experts(incarnation="a", step=0, ticket=group.ticket, rollouts=(position,))
+            _, choices = link.ask_for_data(request)
+            assert rollout.routing is not None
+            assert len(choices) == rollout.routing.size
+    link.tell(Stopped(incarnation="a", step=1))
+
+
+def measured_experts(folder: Path, gigabytes: float) -> dict[str, Any]:
+    model = architecture.read("qwen3-30b-a3b")
+    rollout_bytes = ROWS * model.moe_layers * model.experts_per_token
+    tickets = range(round(gigabytes * 1e9 / rollout_bytes / GENERATIONS))
+    journal = Journal.open(folder / "rollouts", len(tickets), 8)
+    for ticket in tickets:
+        journal.append(Admitted(ticket=ticket, task="", prompt_id="", epoch=0, due_step=0))
+    tables = np.random.default_rng(0).integers(
+        0, model.experts, (ROWS, model.moe_layers, model.experts_per_token), np.uint8
+    )
+    segment = Segment(
+        tokens=np.zeros(ROWS, np.int32), logprobs=np.zeros(ROWS, np.float32), weight_version=0
+    )
+
+    async def group(ticket: int) -> Finished:
+        rollouts = []
+        for sample in range(GENERATIONS):
+            routing = await asyncio.to_thread(model.routing, [tables])
+            rollouts.append(
+                Rollout(
+                    sample=sample,
+                    segments=(segment,),
+                    reward=0.0,
+                    correct=False,
+                    finish="stop",
+                    routing=routing,
+                )
+            )
+        prompt = Prompt(id="", tokens=int32(()), answer="")
+        return Finished(
+            group=Group(ticket=ticket, prompt=prompt, rollouts=tuple(rollouts)), time=0.0
+        )
+
+    async def run() -> dict[str, Any]:
+        found: dict[str, Any] = {"gigabytes": len(tickets) * GENERATIONS * rollout_bytes / 1e9}
+        records = JournalWriter(journal)
+        writing = asyncio.create_task(records.run())
+        begin = time.monotonic()
+        async with EventLoopCost() as cost:
+            for ticket in tickets:
+                await records.settle(await group(ticket))
+        found["written"] = cost.figures() | {"seconds": round(time.monotonic() - begin, 1)}
+        address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        keys = LinkKeys.new()
+        link = Link(address, keys)
+        answers: Any = BatchOfJournal(records, tickets)
+        conversation = Conversation(link, answers)
+        answering = asyncio.create_task(conversation.answer())
+        learner = multiprocessing.get_context("spawn").Process(
+            target=take_experts, args=(address, keys)
+        )
+        begin = time.monotonic()
+        async with EventLoopCost() as cost:
+            learner.start()
+            with contextlib.suppress(ConversationOver):
+                await conversation.listen()
+        found["taken"] = cost.figures() | {"seconds": round(time.monotonic() - begin, 1)}
+        learner.join()
+        answering.cancel()
+        writing.cancel()
+        link.close()
+        await records.close()
+        return found
+
+    return asyncio.run(run())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=16384)
     parser.add_argument("--rate", type=float, default=100_000.0)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--experts", type=float)
     options = parser.parse_args()
     # In the end the controller is killed, and its connections with it.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     allow_files(2 * options.streams)
     with tempfile.TemporaryDirectory() as folder:
+        if options.experts:
+            print(json.dumps(measured_experts(options.folder or Path(folder), options.experts)))
+            return
         found = measure(
             (options.folder or Path(folder)).resolve(),
             options.streams,

@@ -103,7 +103,7 @@ def first_batches(run: Path, steps: int) -> list[Batch]:
     journal = JournalReader(RunDir(run).rollouts)
     admission = journal.fold().admission
     return [
-        Batch(step=step, groups=journal.groups(admission.batch(step) or ()))
+        Batch(step=step, groups=journal.whole_groups(admission.batch(step) or ()))
         for step in range(steps)
     ]
 

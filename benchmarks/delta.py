@@ -85,7 +85,7 @@ def replayed(trainer: Trainer, journal: JournalReader, steps: int) -> list[float
     for step in range(steps):
         masters = [weights.clone() for weights in parameters(trainer)]
         metrics = trainer.train_step(
-            trainer.sequences(Batch(step, journal.groups(admission.batch(step) or ())))
+            trainer.sequences(Batch(step, journal.whole_groups(admission.batch(step) or ())))
         )
         after = exported(trainer)
         moved = [(old, new - old) for old, new in zip(masters, parameters(trainer), strict=True)]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints_tools.__main__ import main as convert
+from megarl.core.journal.journal import JournalReader
 from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_history, check_nothing_left, check_parity, publications
@@ -163,7 +164,9 @@ def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> Non
     assert {p.version for p in published} >= {0, 4}
     compared = check_parity(run.rundir)
     assert max(row["parity_routing"] for row in compared) < 0.01
-    rollouts = [r for groups in batches(run.rundir, run.recipe) for g in groups for r in g.rollouts]
+    tickets = [g.ticket for groups in batches(run.rundir, run.recipe) for g in groups]
+    groups = JournalReader(run.rundir.rollouts).whole_groups(tickets)
+    rollouts = [r for group in groups for r in group.rollouts]
     tables = [r.routing.table for r in rollouts if r.routing is not None]
     assert len(tables) == len(rollouts)
     assert {table.shape[1:] for table in tables} == {(layers, chosen)}

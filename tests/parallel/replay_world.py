@@ -7,25 +7,30 @@ those experts) of each model.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_data_parallel_rank
 
 from megarl.core import recipe as recipes
-from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.batch import RankExperts, TrainSequence, sequences_in_loss
 from megarl.core.base.messages import Score, ScoredRollout
 from megarl.core.base.types import Batch, decode
 from megarl.core.learner.moe import PartialReplay
+from megarl.core.learner.shares import with_shares
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
 from tests.parallel.learner_world import difference, full_gradients, recipe_of, say, start_at
+from tests.recorded import fetch_from, outlined, recorded_batch
 from tests.sequences import training_sequences
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -53,6 +58,8 @@ def main(directory: Path) -> None:
         for layout in LAYOUTS[world]:
             recipe = of(recipe_of(model.parent, world, **layout), model, replay=True)
             sequences = check_forced(recipe, model, f"{model.name} {layout}")
+            if model.name == "qwen3_moe":
+                check_memory(start(recipe), f"{layout}")
         if world == 1:
             assert sequences is not None
             check_own(of(recipe_of(model.parent, 1), model, replay=True), model, sequences)
@@ -79,16 +86,16 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     """With the batch's experts, loss and gradients are those of
     transformers with them.
     """
-    sequences = training_sequences(
-        decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe
-    )
+    batch: Batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
+    sequences = training_sequences(batch, recipe)
     expected = torch.load(model.with_suffix(".pt"), weights_only=False)
     trainer = start(recipe)
     check_scores(trainer, model, expected["scored"], what)
-    metrics = trainer.policy.forward_backward(sequences)
+    shared = check_shares(trainer, sequences, batch)
+    metrics = trainer.policy.forward_backward(shared)
     loss = metrics["loss"]
     gradients = full_gradients(trainer.policy)
-    told = sum(len(s.experts) for s in sequences if s.experts is not None) / sum(
+    told = sum(len(s.experts) for s in sequences if isinstance(s.experts, np.ndarray)) / sum(
         map(len, sequences)
     )
     assert math.isclose(metrics["routing_replayed"], told, rel_tol=1e-6), (
@@ -106,6 +113,56 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     assert worst <= (1e-5 if trainer.policy.family.architecture.delta else 2e-6), what
     assert off <= 1e-6, what
     return sequences
+
+
+def check_shares(
+    trainer: Trainer, sequences: list[TrainSequence], batch: Batch
+) -> list[TrainSequence]:
+    """Each rank gets the parts of the tables that it replays, and no others. Return the
+    sequences with them.
+    """
+    policy = trainer.policy
+    received = trainer.in_loss(outlined(batch), fetch_from(batch))
+    own = set(itertools.chain(*policy.plan(sequences).members[get_data_parallel_rank()]))
+    for i, (sequence, share) in enumerate(zip(sequences, received, strict=True)):
+        if i not in own:
+            assert share.experts is None
+            continue
+        assert isinstance(sequence.experts, np.ndarray)
+        assert isinstance(share.experts, RankExperts)
+        expected = policy.experts_cut.of(sequence.experts, len(sequence))
+        np.testing.assert_array_equal(share.experts.choices, expected.choices)
+        assert share.experts.choices.dtype == sequence.experts.dtype
+    return trainer.completed(received, outlined(batch))
+
+
+def check_memory(trainer: Trainer, what: str) -> None:
+    """A rank holds its share of a batch's experts, and never much more."""
+    model = trainer.recipe.model
+    batch = recorded_batch(64, 8192, trainer.policy.family.architecture.moe_layers, 2)
+    sequences = sequences_in_loss(outlined(batch), trainer.recipe)
+    whole = sequences_in_loss(batch, trainer.recipe)
+    total = sum(s.experts.nbytes for s in whole if isinstance(s.experts, np.ndarray))
+    members = trainer.policy.plan(sequences).members
+    fetch = fetch_from(batch)
+    tracemalloc.start()
+    shared = with_shares(sequences, outlined(batch), members, trainer.policy.experts_cut, fetch)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    share = 0
+    for sequence, unshared in zip(shared, whole, strict=True):
+        if isinstance(sequence.experts, RankExperts):
+            share += sequence.experts.choices.nbytes
+            assert isinstance(unshared.experts, np.ndarray)
+            expected = trainer.policy.experts_cut.of(unshared.experts, len(sequence))
+            np.testing.assert_array_equal(sequence.experts.choices, expected.choices)
+    parts = model.context_parallel * model.pipeline_parallel * trainer.policy.layout.data_parallel
+    say(
+        f"{what}: of {total / 1e6:.1f} MB of experts, 1/{parts}: {share / total:.3f} on rank 0,"
+        f" {held / total:.3f} with Python's objects, {peak / total:.3f} at most"
+    )
+    assert share / total <= 1 / parts + 0.02, "its sequences, tokens and layers"
+    assert peak / total <= 1 / parts + 0.05, what
 
 
 def check_scores(trainer: Trainer, model: Path, expected: dict[str, Any], what: str) -> None:

@@ -24,7 +24,9 @@ import zmq
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import (
     Ack,
+    Experts,
     Next,
+    RecordedExperts,
     Reply,
     Request,
     Stop,
@@ -50,8 +52,10 @@ from megarl.run.process import free_ports
 from megarl.tools.report.trace import read
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch
+from tests.parallel.test_routing_replay import with_routing
 from tests.processes import LEARNERS, Forked
-from tests.tiny import tiny_llama
+from tests.recorded import fetch_from, outlined
+from tests.tiny import tiny_llama, tiny_qwen3_moe
 
 LIMIT_S = 180
 ROOT = Path(__file__).parents[2]
@@ -59,10 +63,10 @@ ROOT = Path(__file__).parents[2]
 
 class ScriptedController(threading.Thread):
     """Batch s for step s, one Wait in between, Stop after `steps`; `asked` is every
-    step somebody asked for.
+    step somebody asked for. batch: with recorded experts or without.
     """
 
-    def __init__(self, address: str, keys: LinkKeys, steps: int) -> None:
+    def __init__(self, address: str, keys: LinkKeys, steps: int, batch: Batch) -> None:
         super().__init__(daemon=True)
         self.address = address
         self.keys = keys
@@ -72,6 +76,9 @@ class ScriptedController(threading.Thread):
         self.end = threading.Event()
         self.broken: set[int] = set()  # steps whose batch has a log-prob that is no number
         self.saved: set[int] = set()  # steps before which the learner is to write a checkpoint
+        self.batch = batch
+        self.withheld: int | None = None  # the step whose experts are not sent
+        self.experts_asked: list[int] = []
         self.held: int | None = (
             None  # the step whose batch is not complete until this is None again
         )
@@ -84,21 +91,29 @@ class ScriptedController(threading.Thread):
             while not self.end.is_set():
                 if socket.poll(100):
                     peer, empty, *frames = socket.recv_multipart()
-                    socket.send_multipart(
-                        [peer, empty, *to_frames(self._reply(from_frames(frames, Request)))]
-                    )
+                    request = from_frames(frames, Request)
+                    data: list[bytes] = []
+                    if isinstance(request, Experts):
+                        self.experts_asked.append(request.step)
+                        if request.step == self.withheld:
+                            continue
+                        data = fetch_from(self.batch)(request.ticket, request.rollouts)
+                    frames = to_frames(self._reply(request))
+                    socket.send_multipart([peer, empty, *frames, *data])
 
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, Stopped):
             self.stopped.append(request.step)
             return Ack()
+        if isinstance(request, Experts):
+            return RecordedExperts()
         assert isinstance(request, Next)
         self.asked.append(request.step)
         if self.asked.count(request.step) % 2 or request.step == self.held:
             return Wait(reason="batch not complete")
         if request.step == self.steps:
             return Stop(reason="the last step is done")
-        batch = with_rewards_of(request.step, make_batch())
+        batch = with_rewards_of(request.step, outlined(self.batch))
         if request.step in self.broken:
             batch = with_a_broken_rollout(batch)
         stats = {"generated_tokens": 321.0}
@@ -135,7 +150,7 @@ def with_a_broken_rollout(batch: Batch) -> Batch:
 class Run:
     """A run directory, its controller, and learners started in it."""
 
-    def __init__(self, folder: Path, model: Path, steps: int, **overrides: Any) -> None:
+    def __init__(self, folder: Path, model: Path, steps: int, /, **overrides: Any) -> None:
         tree: dict[str, Any] = {
             "run": {"name": "r", "dir": str(folder), "steps": steps, "resume": "auto"},
             "model": {"path": str(model), "dtype": "fp32"},
@@ -163,7 +178,10 @@ class Run:
                 rendezvous_port=rendezvous,
             )
         )
-        self.controller = ScriptedController(address, keys, steps)
+        batch = make_batch()
+        if recipe.model.moe.routing_replay:
+            batch = with_routing(batch, layers=4, chosen=2)
+        self.controller = ScriptedController(address, keys, steps, batch)
         self.controller.start()
         self.process: subprocess.Popen[bytes] | Forked | None = None
 
@@ -321,6 +339,35 @@ def test_a_signal_of_slurm_or_a_terminal_has_a_rank_save(
     assert run.controller.stopped == [2]
     assert [step_of(path) for path in complete(run.rundir.checkpoints)] == [2]
     assert run.rundir.stop_signal() == number
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_experts_stop_and_replay_them_bit_for_bit(
+    tmp_path: Path, runs: list[Run]
+) -> None:
+    tiny_qwen3_moe(tmp_path / "model", vocab_size=131)
+    keys = {
+        "model": {"moe": {"routing_replay": True}, "expert_parallel": 2},
+        "resources": {"learner_ranks": 2},
+    }
+    straight, stopped = (Run(tmp_path / name, tmp_path / "model", 3, **keys) for name in "ab")
+    runs += [straight, stopped]
+    assert straight.learn().wait(LIMIT_S) == 0, straight.log()
+    rows = straight.rows()
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert all(0.9 < r["routing_replayed"] < 1 for r in rows)
+
+    stopped.controller.withheld = 1
+    learner = stopped.learn()
+    stopped._wait_for(lambda: 1 in stopped.controller.experts_asked)
+    stopped.rundir.stop_file.touch()
+    assert learner.wait(LIMIT_S) == 0, stopped.log()
+    assert stopped.controller.stopped == [1]
+    assert [step_of(path) for path in complete(stopped.rundir.checkpoints)] == [1]
+    stopped.rundir.stop_file.unlink()
+    stopped.controller.withheld = None
+    assert stopped.learn().wait(LIMIT_S) == 0, stopped.log()
+    assert trained(stopped.rows()) == trained(rows)
 
 
 @pytest.mark.slow

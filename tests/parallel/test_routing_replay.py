@@ -62,8 +62,7 @@ def with_routing(batch: Batch, layers: int, chosen: int) -> Batch:
         table = draw.permuted(
             np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, layers, 1)), axis=-1
         )[..., :chosen]
-        routing = Routing(choices=table.reshape(-1), layers=layers, chosen=chosen)
-        return msgspec.structs.replace(rollout, routing=routing)
+        return msgspec.structs.replace(rollout, routing=Routing.of(table, EXPERTS))
 
     return msgspec.structs.replace(
         batch,

@@ -26,9 +26,11 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import (
+    Experts,
     Next,
     Publish,
     Published,
+    RecordedExperts,
     Refused,
     Reply,
     Request,
@@ -449,6 +451,17 @@ def test_nonsense_is_dropped_an_old_learner_refused_and_stop_obeyed(run: Run) ->
     new = run.learner(step=1)
     new.go(until=2)
     assert isinstance(old.ask(Next(incarnation=old.incarnation, step=1, version=1)), Refused)
+    ticket = run.batches()[1][0]
+    for learner, step, expected in (
+        (old, 1, Refused),
+        (new, 0, Refused),
+        (new, 1000, Refused),
+        (new, 1, RecordedExperts),
+    ):
+        request = Experts(
+            incarnation=learner.incarnation, step=step, ticket=ticket, rollouts=(0, 1)
+        )
+        assert isinstance(learner.ask(request), expected)
     run.rundir.stop_file.touch()
     reply = new.go()
     assert isinstance(reply, Stop)

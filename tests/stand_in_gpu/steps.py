@@ -143,15 +143,15 @@ def measured(directory: Path, case: str, changes: dict[str, Any]) -> dict[str, A
 
 
 def where_experts_lie(policy: TrainedNetwork, sequences: list[TrainSequence]) -> list[str]:
-    """Return the devices of the recorded choices of experts, of which a step has those
-    of all its micro-batches at once.
-    """
+    """Return the devices of the recorded choices of experts in a step's micro-batches."""
     rows = policy.plan(sequences)
+    cut = None if policy.replay is None else policy.experts_cut
     found = [
-        assemble([sequences[i] for i in m], rows.length, policy.layout, policy.device)
+        assemble([sequences[i] for i in m], rows.length, policy.layout, policy.device, cut)
         for m in rows.members[0]
     ]
-    return sorted({micro.experts.device.type for micro in found if micro.experts is not None})
+    tables = [micro.experts.table([0]) for micro in found if micro.experts is not None]
+    return sorted({table.device.type for table in tables})
 
 
 def resumed(trainer: Trainer, folder: Path) -> Trainer:

@@ -12,7 +12,7 @@ of ranks: partial sums are added, never averaged again. Source of the formulas: 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -33,6 +33,16 @@ that do not vary.
 
 
 @dataclass(frozen=True, eq=False)
+class RankExperts:
+    """The part of a sequence's recorded experts that a rank replays: of the tokens that
+    it has, in the layers that it has. choices: [tokens, layers, chosen] uint8 or int16,
+    of its first tokens, perhaps not of all.
+    """
+
+    choices: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class TrainSequence:
     """One rollout, or one path of an agent's rollout, as the learner sees it. Arrays
     are aligned with `tokens`: element t belongs to tokens[t]. Float arrays are 0 where
@@ -46,8 +56,9 @@ class TrainSequence:
     loss_weight: np.ndarray  # [prompt + completion] float32
     # Of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token.
     advantage: PerToken
-    # To replay: [at most prompt + completion, layers with experts, chosen].
-    experts: np.ndarray | None = None
+    # To replay: [at most prompt + completion, layers with experts, chosen], or this
+    # rank's share of it.
+    experts: np.ndarray | RankExperts | None = None
     reward: float = 0.0  # the rollout's, for the critic
     value: PerToken = 0.0  # the critic's estimate before each token
     value_target: PerToken = 0.0  # the value that it should learn
@@ -56,6 +67,7 @@ class TrainSequence:
     teacher_gain: PerToken = 0.0  # log pi_teacher(y) - log mu(y); 0 without a teacher
     # [prompt + completion] int32, as in `Segment`; None: turns have no own credit.
     turns: np.ndarray | None = None
+    path: int = 0  # the index of the sequence's path in its rollout
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -155,22 +167,17 @@ def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 def _sequences_of(group: Group, rollout: Rollout, weight: float) -> list[TrainSequence]:
     """Return a rollout's paths that have a trained token. weight: as in `_sequence`."""
     paths = paths_of(rollout.segments, rollout.paths, group.prompt.tokens)
-    return [
-        _sequence(group, rollout, path, experts, weight)
-        for path, experts in zip(paths, rollout.path_experts, strict=True)
-        if path.trained.any()
-    ]
+    sequences = []
+    for number, (path, experts) in enumerate(zip(paths, rollout.path_experts, strict=True)):
+        if path.trained.any():
+            sequence = _sequence(group, rollout, path, weight)
+            sequences.append(replace(sequence, experts=experts, path=number))
+    return sequences
 
 
-def _sequence(
-    group: Group,
-    rollout: Rollout,
-    path: PathTokens,
-    experts: np.ndarray | None,
-    weight: float,
-) -> TrainSequence:
-    """Return one path of a rollout as the learner sees it. experts: as in
-    `TrainSequence`; weight: of each trained token in the loss.
+def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -> TrainSequence:
+    """Return one path of a rollout as the learner sees it, without its experts. weight:
+    of each trained token in the loss.
     """
     turns_have_credit = path.turns.max(initial=-1) >= 0
     return TrainSequence(
@@ -181,7 +188,6 @@ def _sequence(
         loss_weight=path.trained * np.float32(weight),
         advantage=0.0,
         reward=rollout.reward,
-        experts=experts,
         teacher_gain=_teacher_gain(rollout, len(path.tokens)),
         turns=path.turns if turns_have_credit else None,
     )

@@ -382,8 +382,7 @@ class Architecture:
 
     def routing(self, tables: Sequence[np.ndarray]) -> Routing:
         """Join the `routed_experts` of a rollout's requests."""
-        choices = np.concatenate(tables).reshape(-1)
-        return Routing(choices=choices, layers=self.moe_layers, chosen=self.experts_per_token)
+        return Routing.of(np.concatenate(tables), self.experts)
 
 
 def read(name_or_path: str) -> Architecture:

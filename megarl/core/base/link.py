@@ -56,6 +56,10 @@ class ControllerLink:
         """Return the controller's Reply, still encoded. Raises Interrupted, or
         MegarlError after `limit_s` of silence.
         """
+        return self.ask_for_data(request)[0]
+
+    def ask_for_data(self, request: Request) -> list[bytes]:
+        """Return the encoded Reply, as `ask`, and the frames that follow it."""
         frames = to_frames(request)
         name = type(request).__name__
         limit = time.monotonic() + self.limit_s
@@ -81,7 +85,8 @@ class ControllerLink:
         reply_s = time.monotonic() - sent
         self.resend_s = max(self.resend_s, min(2 * reply_s, self.limit_s / 2))
         try:
-            return body_of(self._socket.recv_multipart())
+            frames = self._socket.recv_multipart()
+            return [body_of(frames[:2]), *frames[2:]]
         except msgspec.DecodeError as error:  # both sides should have one version
             raise MegarlError(
                 f"the controller at {self.address} speaks another protocol: {error}"

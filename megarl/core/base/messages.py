@@ -12,15 +12,19 @@ next collective command:
                                          compares learner and servers
     Scored(version=7, logprobs)      ──► Ack
     Next(step=7, version=7)          ──► Train(batch 7)
-      … trains: version 8 …              the B oldest tickets are done
+                                         the B oldest tickets are done
+    Experts(step=7, ticket=30, …)    ──► RecordedExperts, and their choices
+                                         for each group, with routing replay
+      … trains: version 8 …
     Next(step=8, version=8)          ──► Wait(reason)
                                          nothing within a second; ask again
     Next(step=8, version=8)          ──► Stop(reason)
                                          after the last step's evaluation
 
-`Next` is idempotent: the same step gets the same batch, from the journal if need be, so
-a restarted learner replays the steps it lost. Each start of the learner is an
-incarnation; after a new one, no server's weights are trusted until it has published.
+`Next` and `Experts` are idempotent: the same step gets the same batch, from the journal
+if need be, so a restarted learner replays the steps it lost. Each start of the learner
+is an incarnation; after a new one, no server's weights are trusted until it has
+published.
 
 A server that joins a run (`megarl serve --join`) speaks to the controller over the same
 socket, with the same keys:
@@ -42,8 +46,8 @@ LARGEST_REQUEST = 16 << 20
 sends more is disconnected.
 """
 LARGEST_REPLY = 1 << 40
-"""Bytes of a frame from the controller: a batch of long rollouts with their experts.
-768 of 128k tokens of GLM-4.5: 72 GB.
+"""Bytes of a frame from the controller: a batch of 768 rollouts of 128k tokens has 0.8
+GB. Experts come in frames of a rollout each.
 """
 
 KEPT_FROM_INPUT = 7
@@ -114,6 +118,17 @@ class Scored(Record, frozen=True, tag="scored"):
     differing: Count = 0  # number of them with another set of experts
 
 
+class Experts(Record, frozen=True, tag="experts"):
+    """Asks for the recorded experts of some rollouts of a group that `step` trains, by
+    their positions in it. The learner asks for a few megabytes at a time.
+    """
+
+    incarnation: Incarnation
+    step: Count
+    ticket: Count
+    rollouts: tuple[Count, ...]
+
+
 class Stopped(Record, frozen=True, tag="stopped"):
     """The learner has saved a checkpoint and exits."""
 
@@ -141,11 +156,11 @@ class Leave(Record, frozen=True, tag="leave"):
 
 
 FromServer = Join | Leave
-Request = Next | Published | Scored | Stopped | FromServer
+Request = Next | Experts | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):
-    """Train this batch."""
+    """Train this batch. Its routing is outlines: `Experts` asks for the rest."""
 
     batch: Batch
     # The run's total so far; the learner adds its own time, times compute_devices.
@@ -206,6 +221,12 @@ class Stop(Record, frozen=True, tag="stop"):
     error: bool = False
 
 
+class RecordedExperts(Record, frozen=True, tag="recorded"):
+    """The answer to `Experts`. `Routing.packed` of each rollout follows, in a frame of
+    its own.
+    """
+
+
 class Ack(Record, frozen=True, tag="ack"):
     """Acknowledges a report."""
 
@@ -224,7 +245,7 @@ class Joined(Record, frozen=True, tag="joined"):
     server: int
 
 
-Reply = Train | Publish | Score | Wait | Stop | Ack | Refused | Joined
+Reply = Train | RecordedExperts | Publish | Score | Wait | Stop | Ack | Refused | Joined
 
 
 _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()

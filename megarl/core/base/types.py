@@ -15,9 +15,8 @@ beginning of an earlier one:
     path 0: segment [<task>] masked, [call a] trained, [result] masked, [call b] trained
     path 1: path 0 up to [call a], [result] masked, [call c] trained
 
-Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian
-bytes in msgpack (`encode`, `decode`), so nothing on the hot path loops over tokens in
-Python.
+Token ids and log-probs are numpy arrays in memory and raw little-endian bytes in
+msgpack (`encode`, `decode`), so nothing on the hot path loops over tokens in Python.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of every frame between roles and every journal file; readers refuse any
 other.
 """
@@ -109,21 +108,99 @@ class Segment(Record, frozen=True, omit_defaults=True):
 
 class Routing(Record, frozen=True):
     """The experts that the server chose for the tokens of prompt and completion, in the
-    layers that have experts: choices [rows * layers * chosen] uint8 or int16. Row t
-    belongs to token t. The last token has no row, because nothing was computed from it.
-    Nor have the last tokens of a rollout whose server was lost before it could report.
-    Of an agent's rollout there are the rows of each path's own tokens, one path after
-    the other (`Branch.routed`).
+    layers that have experts: a table [rows, layers, chosen]. Row t belongs to token t.
+    The last token has no row, because nothing was computed from it. Nor have the last
+    tokens of a rollout whose server was lost before it could report. Of an agent's
+    rollout there are the rows of each path's own tokens, one path after the other
+    (`Branch.routed`).
+
+    `packed` has gigabytes in a batch of long rollouts. So the journal has it beside its
+    records, and the learner's ranks get parts of it (learner/shares.py). What is read
+    and sent otherwise is the `outline`.
     """
 
-    choices: np.ndarray
+    rows: int
     layers: int
     chosen: int
+    bits: int  # of a choice: 1, 2, 4, 8 or 16
+    # The choices end to end, the first in the lowest bits [bytes] uint8; [0] in an
+    # outline.
+    packed: np.ndarray
+
+    @staticmethod
+    def of(table: np.ndarray, experts: int) -> "Routing":
+        """Pack a table [rows, layers, chosen] of choices among so many experts."""
+        rows, layers, chosen = table.shape
+        bits = _bits(experts)
+        return Routing(
+            rows=rows, layers=layers, chosen=chosen, bits=bits, packed=_packed(table, bits)
+        )
 
     @property
     def table(self) -> np.ndarray:
-        """The choices as [rows, layers with experts, experts per token]."""
-        return self.choices.reshape(-1, self.layers, self.chosen)
+        """The choices as [rows, layers with experts, experts per token] uint8, or int16
+        with more than 256 experts.
+        """
+        count = self.rows * self.layers * self.chosen
+        return _unpacked(self.packed, self.bits, count).reshape(-1, self.layers, self.chosen)
+
+    @property
+    def size(self) -> int:
+        """The bytes of `packed`, even if it is left out."""
+        return -(-self.rows * self.layers * self.chosen * self.bits // 8)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the table."""
+        return np.dtype(np.uint8 if self.bits <= 8 else np.int16)
+
+    @property
+    def outline(self) -> "Routing":
+        """All but the choices."""
+        return msgspec.structs.replace(self, packed=np.zeros(0, np.uint8))
+
+    def with_choices(self, packed: bytes) -> "Routing":
+        """Return the routing of which this is the outline."""
+        return msgspec.structs.replace(self, packed=np.frombuffer(packed, np.uint8))
+
+    @property
+    def is_outline(self) -> bool:
+        """Whether the choices are elsewhere."""
+        return self.rows > 0 and not len(self.packed)
+
+
+def _bits(experts: int) -> int:
+    """Return the bits of a choice among so many experts, a power of two: others would
+    save little, and take much longer to pack.
+    """
+    return next(bits for bits in (1, 2, 4, 8, 16) if experts <= 1 << bits)
+
+
+def _packed(table: np.ndarray, bits: int) -> np.ndarray:
+    if bits == 16:
+        return np.ascontiguousarray(table, "<i2").reshape(-1).view(np.uint8)
+    choices = np.ascontiguousarray(table, np.uint8).reshape(-1)
+    if bits == 8:
+        return choices
+    per_byte = 8 // bits
+    packed = np.zeros(-(-len(choices) // per_byte), np.uint8)
+    for place in range(per_byte):
+        part = choices[place::per_byte]
+        packed[: len(part)] |= part << np.uint8(place * bits)
+    return packed
+
+
+def _unpacked(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Return `count` choices, [count]."""
+    if bits == 16:
+        return packed.view("<i2")
+    if bits == 8:
+        return packed
+    per_byte = 8 // bits
+    choices = np.empty((len(packed), per_byte), np.uint8)
+    for place in range(per_byte):
+        choices[:, place] = (packed >> np.uint8(place * bits)) & np.uint8((1 << bits) - 1)
+    return choices.reshape(-1)[:count]
 
 
 class Episode(Record, frozen=True):
@@ -219,12 +296,29 @@ class Rollout(Record, frozen=True):
         return sum(len(s.tokens) for s in self.segments if s.trained)
 
     @property
+    def path_rows(self) -> list[int]:
+        """How many first tokens of each of the rollout's sequences (`paths_of`) have
+        recorded experts.
+        """
+        if self.routing is None:
+            return [0] * max(len(self.paths), 1)
+        if not self.paths:
+            return [self.routing.rows]
+        counts: list[int] = []
+        for path in self.paths:
+            count = path.routed
+            if path.parent >= 0:
+                count += min(counts[path.parent], path.shared)
+            counts.append(count)
+        return counts
+
+    @property
     def path_experts(self) -> list[np.ndarray | None]:
         """The recorded experts of each of the rollout's sequences (`paths_of`): of its
         first tokens, perhaps not of all [rows, layers with experts, chosen]; None if
-        nothing is recorded.
+        nothing is recorded, or the routing is an outline.
         """
-        if self.routing is None:
+        if self.routing is None or self.routing.is_outline:
             return [None] * max(len(self.paths), 1)
         table = self.routing.table
         if not self.paths:
@@ -300,6 +394,21 @@ class Group(Record, frozen=True):
     epoch: int = 0
 
     @property
+    def has_routing(self) -> bool:
+        """Whether experts were recorded."""
+        return any(rollout.routing is not None for rollout in self.rollouts)
+
+    @property
+    def outline(self) -> "Group":
+        """The group with outlines of its rollouts' routing."""
+        rollouts = []
+        for rollout in self.rollouts:
+            if rollout.routing is not None:
+                rollout = msgspec.structs.replace(rollout, routing=rollout.routing.outline)
+            rollouts.append(rollout)
+        return msgspec.structs.replace(self, rollouts=tuple(rollouts))
+
+    @property
     def rewards(self) -> np.ndarray:
         """[generations] float64"""
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
@@ -352,7 +461,6 @@ _ARRAY_DTYPES: dict[int, np.dtype[np.generic]] = {
     1: np.dtype("<i4"),
     2: np.dtype("<f4"),
     3: np.dtype("u1"),
-    4: np.dtype("<i2"),
 }
 _ARRAY_CODES = {dtype: code for code, dtype in _ARRAY_DTYPES.items()}
 
@@ -367,7 +475,7 @@ def _concatenated(parts: list[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 def _enc_hook(value: object) -> msgspec.msgpack.Ext:
     """Encode an array, for msgspec: its type as the code of an extension, its bytes."""
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(value).tobytes()
+        data = np.ascontiguousarray(value).view(np.uint8).data
         return msgspec.msgpack.Ext(_ARRAY_CODES[value.dtype], data)
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 

@@ -32,10 +32,12 @@ from megarl.core.base.architecture import in_directory
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.messages import (
+    Experts,
     FromServer,
     Next,
     Publish,
     Published,
+    RecordedExperts,
     Refused,
     Reply,
     Scored,
@@ -405,6 +407,16 @@ class Controller:
             replay=decision.replay,
             save=self._to_be_saved(decision),
         )
+
+    async def experts(self, request: Experts) -> tuple[Reply, list[bytes]]:
+        """Return the recorded experts of rollouts of a batch. Refused if the batch does
+        not have them.
+        """
+        admission = self.pipeline.admission
+        is_forgotten = request.step * admission.prompts_per_batch < admission.forgotten
+        if is_forgotten or request.ticket not in (admission.batch(request.step) or ()):
+            return Refused(error=f"ticket {request.ticket} is not in batch {request.step}"), []
+        return RecordedExperts(), await self.records.choices(request.ticket, request.rollouts)
 
     def _statistics(self, batch: Batch, spent: Spent) -> dict[str, float]:
         """Return the metrics that the controller adds to those of a step."""

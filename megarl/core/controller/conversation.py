@@ -11,6 +11,7 @@ Messages under another key are never read; a message that is too long closes its
 connection.
 
     learner ── Next ──► held at most HOLD_S, decided again at every change ──► reply
+            ── Experts ──► read from the journal, in a thread
             ── Published, Scored, Stopped ──► noted and acknowledged
     servers ── Join, Leave ──► answered at once
 
@@ -22,6 +23,7 @@ import contextlib
 import logging
 import struct
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
@@ -34,6 +36,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import (
     LARGEST_REQUEST,
     Ack,
+    Experts,
     FromServer,
     Next,
     Published,
@@ -121,11 +124,12 @@ class Link:
             log.warning("connections without the learner's key so far: %d", self._refused)
         return self._refused
 
-    async def reply(self, peer: bytes, reply: Reply) -> None:
-        """Send a reply. If the peer is gone, ZeroMQ drops the reply; a peer that comes
-        back asks again.
+    async def reply(self, peer: bytes, reply: Reply, data: Sequence[bytes] = ()) -> None:
+        """Send a reply, and data in frames of their own, which are not copied. If the
+        peer is gone, ZeroMQ drops the reply; a peer that comes back asks again.
         """
-        await self._socket.send_multipart([peer, b"", *to_frames(reply)])
+        frames = [peer, b"", *to_frames(reply), *data]
+        await self._socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:
         """Close the socket after at most a second for what is still to be sent."""
@@ -172,6 +176,9 @@ class Answers(Protocol):
 
     def learner_left(self, step: int) -> None:
         """Take note that the learner has left at this step."""
+
+    async def experts(self, request: Experts) -> tuple[Reply, list[bytes]]:
+        """Return the answer to this request, and the frames that follow it."""
 
     async def published(self, result: Published) -> None:
         """Take note of a publication."""
@@ -221,6 +228,9 @@ class Conversation:
             if isinstance(request, Next):
                 self._waiting = _WaitingNext(peer, request, time.monotonic() + HOLD_S)
                 self.changed.set()
+                continue
+            if isinstance(request, Experts):
+                await self._link.reply(peer, *await self._answers.experts(request))
                 continue
             await self._note(request)
             await self._link.reply(peer, Ack())

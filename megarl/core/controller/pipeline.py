@@ -34,6 +34,9 @@ class Records(Protocol):
         survives a crash.
         """
 
+    async def settle(self, record: Finished | Removed) -> None:
+        """Apply the record that ends a ticket. On return it survives a crash."""
+
 
 class Source(Protocol):
     """Draws prompts and makes groups from them."""
@@ -189,7 +192,7 @@ class Pipeline:
             record = await self._source.make(admitted, places)
         finally:
             places.close()
-        await self.records.write(record)
+        await self.records.settle(record)
         del self.running[ticket]
         self.window.note_complete(self.batches())
         self.changed()

@@ -29,7 +29,6 @@ from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import SHORT_PROMPT, GroupPlaces
 from megarl.core.sampling.sampler import (
-    LARGEST_RECORD,
     TRAINING,
     Completion,
     Job,
@@ -40,11 +39,6 @@ from megarl.core.sampling.sampler import (
 from megarl.core.telemetry.spans import TICKETS, spans
 
 log = logging.getLogger(__name__)
-
-MOST_EXPERT_BYTES = LARGEST_RECORD * 3 // 4
-"""Bytes of recorded experts in a group; the rest of its record is for tokens, log-probs
-and texts.
-"""
 
 
 def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollout, ...]:
@@ -65,21 +59,6 @@ def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollou
             rollout = replace(rollout, reward=mean, graded=judged[0].graded)
         rollouts.append(rollout)
     return tuple(rollouts)
-
-
-def within_record(group: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group; without recorded experts if these would not fit
-    into a record of the journal, which an agent's many paths can do.
-    """
-    size = sum(r.routing.choices.nbytes for r in group if r.routing is not None)
-    if size < MOST_EXPERT_BYTES:
-        return tuple(group)
-    log.warning(
-        "the recorded experts of a group take %.1f GiB, and a record of the journal has 4: the"
-        " learner chooses its experts itself; lower agent.paths or agent.trained_tokens",
-        size / 2**30,
-    )
-    return tuple(replace(rollout, routing=None) for rollout in group)
 
 
 class Tickets:
@@ -157,7 +136,6 @@ class Tickets:
                     rollout = self._rollout(admitted, prompt, places, sample, length, ungraded)
                     running.append(tasks.create_task(rollout))
             rollouts = with_means([task.result() for task in running], ungraded)
-            rollouts = within_record(rollouts)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
         group = Group(
@@ -213,7 +191,7 @@ class Tickets:
             grade = await self._grade(prompt, completion, ungraded)
         routing = None
         if self._routed and completion.routing:
-            routing = self._routed.routing(completion.routing)
+            routing = await asyncio.to_thread(self._routed.routing, completion.routing)
         return Rollout(
             sample=sample,
             segments=tuple(completion.segments),

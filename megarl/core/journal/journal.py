@@ -34,7 +34,7 @@ from megarl.core.base.locks import holder, lock_file, name_holder, open_lock_fil
 from megarl.core.base.rundir import writing
 from megarl.core.base.types import Group
 from megarl.core.journal import file
-from megarl.core.journal.file import GroupOffsets
+from megarl.core.journal.file import GroupOffsets, RecordBytes
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot, State
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ LOCK_TIMEOUT_S = 10.0
 class Applied(NamedTuple):
     """The bytes of a record that was applied to the state."""
 
-    data: bytes
+    data: RecordBytes
     ticket: int  # of a finished group, else -1
     # The first bytes of the next file if this record fills the present one, else empty.
     next_file: bytes
@@ -142,9 +142,34 @@ class JournalReader:
         )
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
-        """Return the finished groups of these tickets, in this order, from disk."""
+        """Return the finished groups of these tickets, in this order, from disk, with
+        outlines of their routing.
+        """
         files = self._files_to_search()
         return tuple(self._group(ticket, files) for ticket in tickets)
+
+    def whole_groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
+        """Return the groups of these tickets with the recorded experts."""
+        groups = []
+        for group in self.groups(tickets):
+            numbers = range(len(group.rollouts))
+            rollouts = []
+            for rollout, choices in zip(
+                group.rollouts, self.choices(group.ticket, numbers), strict=True
+            ):
+                if rollout.routing is not None:
+                    routing = rollout.routing.with_choices(choices)
+                    rollout = structs.replace(rollout, routing=routing)
+                rollouts.append(rollout)
+            groups.append(structs.replace(group, rollouts=tuple(rollouts)))
+        return tuple(groups)
+
+    def choices(self, ticket: int, rollouts: Sequence[int]) -> list[bytes]:
+        """Return the packed choices (`Routing.packed`) of these rollouts of a finished
+        group, counted from 0; b"" if none were recorded.
+        """
+        path, offset = self._place(ticket, self._files_to_search())
+        return file.read_choices(path, offset, rollouts)
 
     def finished(self, limit: int | None = None) -> list[int]:
         """Return the tickets of all finished groups that are still there, in the order
@@ -160,15 +185,20 @@ class JournalReader:
 
     def _group(self, ticket: int, files: Sequence[int]) -> Group:
         """Return the group of a ticket. files: the numbers of the files."""
+        path, offset = self._place(ticket, files)
+        record = file.read(path, offset)
+        assert isinstance(record, Finished)
+        return record.group
+
+    def _place(self, ticket: int, files: Sequence[int]) -> tuple[Path, int]:
+        """Return the file that has the group of a ticket, and its offset there."""
         numbers = [number for number in self._searched if ticket in self._searched[number]]
         if not numbers:
             numbers = self._files_that_may_have(ticket, files)
         for number in numbers:
             offset = self._groups_of(number).get(ticket)
             if offset is not None:
-                record = file.read(self._file(number), offset)
-                assert isinstance(record, Finished)
-                return record.group
+                return self._file(number), offset
         # a gap among the numbers may be a file that somebody removed
         missing = [self._file(n).name for n in range(max(files, default=0)) if n not in files]
         reason = "it is unfinished, removed or dropped (journal.keep)"
@@ -309,14 +339,15 @@ class Journal(JournalReader):
             self.close()
             raise
 
-    def applied(self, record: JournalRecord) -> Applied:
+    def applied(self, record: JournalRecord, data: RecordBytes | None = None) -> Applied:
         """Apply the record to `state` and return its bytes, which must be passed to
         `write` in the order of these calls. ValueError, without any change, if the
-        record contradicts the state.
+        record contradicts the state. data: the record's bytes, if they are known.
         """
-        data = file.packed(record)
+        if data is None:
+            data = file.packed(record)
         self.state.apply(record)
-        self._applied_size += len(data)
+        self._applied_size += data.size
         next_file = b""
         if self._applied_size > self._rotate_bytes:
             next_file = file.head(self.state.snapshot())
@@ -348,12 +379,12 @@ class Journal(JournalReader):
 
     def _write(self, fd: int, applied: Sequence[Applied]) -> None:
         """Write records to the present file, and remember where its groups are."""
-        data = b"".join(record.data for record in applied)
-        file.write(fd, self._file(self._number), self._size, data)
+        records = [record.data for record in applied]
+        file.write(fd, self._file(self._number), self._size, records)
         for record in applied:
             if record.ticket >= 0:
                 self._searched[self._number][record.ticket] = self._size
-            self._size += len(record.data)
+            self._size += record.data.size
 
     def forget(self, step: int) -> int:
         """Note that batches before `step` are never needed again; return the first

@@ -4,7 +4,8 @@ is on disk when the write is awaited.
     write(record) ─► state.apply, bytes ─► queue
                   ─► [thread] all queued records: one write, one fsync ─► returns
 
-`groups` first writes the queue, so every batch that the learner gets is on disk.
+`settle` makes the bytes of a group with experts in a thread before. `groups` first
+writes the queue, so every batch that the learner gets is on disk.
 """
 
 import asyncio
@@ -13,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 from megarl.core.base.types import Group
+from megarl.core.journal import file
+from megarl.core.journal.file import RecordBytes
 from megarl.core.journal.journal import Applied, Journal
-from megarl.core.journal.records import JournalRecord, State
+from megarl.core.journal.records import Finished, JournalRecord, Removed, State
 from megarl.core.telemetry.spans import spans
 
 
@@ -30,12 +33,24 @@ class JournalWriter:
         self._queue: list[tuple[Applied, asyncio.Future[None]]] = []
         self._has_records = asyncio.Event()
 
-    def write(self, record: JournalRecord) -> "asyncio.Future[None]":
-        """Apply a record and queue it. Await the result to be sure that it is on
-        disk.
+    async def settle(self, record: Finished | Removed) -> None:
+        """Apply the record that ends a ticket, and write it. The bytes of a group with
+        experts are made in a thread: gigabytes would hold the event loop up for
+        seconds.
+        """
+        data = None
+        if isinstance(record, Finished) and record.group.has_routing:
+            data = await asyncio.to_thread(file.packed, record)
+        await self.write(record, data)
+
+    def write(
+        self, record: JournalRecord, data: RecordBytes | None = None
+    ) -> "asyncio.Future[None]":
+        """Apply a record and queue it. Await the result to be sure that it is on disk.
+        data: the record's bytes, if they are known.
         """
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((self._journal.applied(record), written))
+        self._queue.append((self._journal.applied(record, data), written))
         self._has_records.set()
         return written
 
@@ -61,9 +76,17 @@ class JournalWriter:
                 written.set_result(None)
 
     async def groups(self, tickets: Sequence[int]) -> tuple[Group, ...]:
-        """Return the groups of these tickets, from disk."""
+        """Return the groups of these tickets, from disk, with outlines of their
+        routing.
+        """
         await self.flush()
         return await self._call(lambda: self._journal.groups(tickets))
+
+    async def choices(self, ticket: int, rollouts: Sequence[int]) -> list[bytes]:
+        """Return the packed choices of these rollouts of a group, from disk, as
+        `JournalReader.choices`.
+        """
+        return await self._call(lambda: self._journal.choices(ticket, rollouts))
 
     async def drop_before(self, step: int) -> None:
         """Delete the files that no batch from `step` on needs."""

@@ -16,6 +16,7 @@ critic_and_reference.py  the value network, and the frozen model of the KL penal
 microbatch.py            from sequences to the tensors of one micro-batch
 microbatch_size.py       the size of micro-batches, found by trials when the learner
                          starts
+shares.py                gives each rank the recorded experts that it replays
 moe.py                   routing replay of the experts that servers chose; how evenly
                          tokens are spread over experts
 clock.py                 how the time of a step was spent

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import (
+    Experts,
     Next,
     Publish,
     Refused,
@@ -50,6 +51,7 @@ from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.offload import Offload
+from megarl.core.learner.shares import Withheld
 from megarl.core.learner.trainer import MOST_SKIPPED, Trainer
 from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
@@ -247,13 +249,31 @@ class LearnerRank:
                 reply = encode(Stop(reason=str(error), error=True))
         return decode(bytes_from_rank_0(reply), Reply)
 
+    def _fetch(self, ticket: int, rollouts: Sequence[int]) -> list[bytes]:
+        """Return the recorded experts of these rollouts of the step's batch, on rank 0
+        (shares.Fetch).
+        """
+        assert self.link is not None
+        step = self.trainer.step
+        request = Experts(
+            incarnation=self.incarnation, step=step, ticket=ticket, rollouts=tuple(rollouts)
+        )
+        body, *choices = self.link.ask_for_data(request)
+        reply: Reply = decode(body, Reply)
+        if isinstance(reply, Refused):
+            raise MegarlError(f"the controller refused the experts of step {step}: {reply.error}")
+        return choices
+
     def _execute(self, command: Reply) -> Reply | None:
         """Execute the command. Return the controller's reply to its result, our own
         Stop, or None to ask `Next`.
         """
         match command:
             case Train():
-                self._train(command)
+                try:
+                    self._train(command)
+                except Withheld as withheld:
+                    return withheld.stop
                 return self._broken()
             case Publish():
                 return self._publish(command)
@@ -280,8 +300,11 @@ class LearnerRank:
         if command.save and not self.checkpoints.has_begun():
             with self.clock.spent("checkpoint", step):
                 self.checkpoints.save()
-        with self.clock.spent("train", step), self.offload.released(step):
-            metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
+        with self.clock.spent("train", step):
+            sequences = self.trainer.in_loss(command.batch, self._fetch)
+            with self.offload.released(step):
+                completed = self.trainer.completed(sequences, command.batch)
+                metrics = self.trainer.train_step(completed)
         self._check_recorded(step, command.stats | metrics)
         with self.clock.spent("checkpoint", step):
             if self._needs_checkpoint():

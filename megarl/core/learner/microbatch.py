@@ -19,9 +19,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.core.algorithm.batch import PerToken, TrainSequence
+from megarl.core.algorithm.batch import PerToken, RankExperts, TrainSequence
 from megarl.core.algorithm.packing import BY_TOKENS, Cost, Packed, pack
-from megarl.core.models.attention import segments
+from megarl.core.models.attention import query_ranges, segments
 from megarl.core.recipe import Model
 
 FILLER = 1024
@@ -57,6 +57,57 @@ class RowLayout:
 
 
 @dataclass(frozen=True)
+class ExpertsCut:
+    """The part of a sequence's recorded experts that a rank replays. columns: the
+    layers of its stage, as indices among the model's layers with experts, ascending.
+    """
+
+    context_parallel: int
+    context_rank: int
+    columns: tuple[int, ...]
+
+    def rows(self, recorded: int, length: int) -> int:
+        """Return how many of the first `recorded` tokens of a sequence of this length
+        the rank has.
+        """
+        return sum(end - start for start, end in self._ranges(recorded, length))
+
+    def of(self, table: np.ndarray, length: int) -> RankExperts:
+        """Return the part of a table [recorded, layers with experts, chosen]."""
+        has_all_layers = self.columns == tuple(range(table.shape[1]))
+        layers = slice(None) if has_all_layers else list(self.columns)
+        parts = [table[start:end, layers] for start, end in self._ranges(len(table), length)]
+        return RankExperts(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def _ranges(self, recorded: int, length: int) -> list[tuple[int, int]]:
+        ranks = self.context_parallel
+        padded = length if ranks == 1 else _up(length, 2 * ranks)
+        ranges = query_ranges(0, padded, ranks, self.context_rank)
+        return [(min(start, recorded), min(end, recorded)) for start, end in ranges]
+
+
+@dataclass(frozen=True, eq=False)
+class RowExperts:
+    """The recorded experts of a rank's row of `size` tokens. There is a table of them
+    only while a pass needs it: those of all micro-batches would take twice their bytes.
+    """
+
+    size: int
+    starts: Sequence[int]  # of each of `parts` in the row
+    parts: Sequence[RankExperts]
+
+    def table(self, columns: Sequence[int]) -> Tensor:
+        """Return the choices in these of the rank's layers [size, columns, chosen]
+        int16, on the CPU; -1 is a free choice.
+        """
+        chosen = self.parts[0].choices.shape[-1]
+        table = np.full((self.size, len(columns), chosen), -1, np.int16)
+        for start, part in zip(self.starts, self.parts, strict=True):
+            table[start : start + len(part.choices)] = part.choices[:, columns]
+        return torch.from_numpy(table)
+
+
+@dataclass(frozen=True)
 class MicroBatchPlan:
     """Which sequences go where."""
 
@@ -69,8 +120,7 @@ class MicroBatchPlan:
 @dataclass(frozen=True)
 class MicroBatch:
     """One rank's tensors. Each of its n trained tokens is predicted from the hidden
-    state before it. experts: always on the CPU, since all micro-batches of a step are
-    made at once, and their choices take gigabytes.
+    state before it.
     """
 
     tokens: Tensor  # [1, length / CP]
@@ -90,8 +140,7 @@ class MicroBatch:
     source: np.ndarray
     local_lengths: Tensor  # [sequences, at least 1] int64: trained tokens on this rank
     lengths: Tensor  # [sequences, at least 1] float32: on all context-parallel ranks
-    # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
-    experts: Tensor | None = None
+    experts: RowExperts | None = None  # None: free choices
 
 
 @dataclass(frozen=True)
@@ -146,10 +195,15 @@ def plan(
 
 
 def assemble(
-    sequences: Sequence[TrainSequence], length: int, layout: RowLayout, device: torch.device
+    sequences: Sequence[TrainSequence],
+    length: int,
+    layout: RowLayout,
+    device: torch.device,
+    cut: ExpertsCut | None = None,
 ) -> MicroBatch:
     """Make this rank's tensors of one micro-batch, a row of at least `length` tokens;
-    without sequences, all are filler.
+    without sequences, all are filler. cut: the part of recorded experts that it
+    replays, if it does.
     """
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     row = _row(lengths, length, layout)
@@ -159,15 +213,12 @@ def assemble(
     tokens[row.places] = ids[:-1]  # without the stand-in's
     padding = np.ones(row.size, dtype=np.bool_)
     padding[row.places] = False
-    experts = _experts(sequences, lengths, row)
     trained = _trained(weight, lengths, row)
     trained_lengths = np.bincount(trained.sequence, minlength=max(len(sequences), 1))
     if layout.model.context_parallel > 1:
         on_rank = _positions_on_rank(row, layout)
         tokens = tokens[on_rank]
         padding = padding[on_rank]
-        if experts is not None:
-            experts = experts[on_rank]
         trained = _trained_on_rank(trained, on_rank)
     chosen = trained if len(trained.source) else _STAND_IN
 
@@ -183,7 +234,6 @@ def assemble(
     ends = on_device(row.boundaries.astype(np.int32))
     longest = int(np.diff(row.boundaries).max())
     local_lengths = np.bincount(chosen.sequence, minlength=len(trained_lengths))
-    divisors = np.maximum(trained_lengths, 1).astype(np.float32)
     is_counted = (chosen.source >= 0).astype(np.float32)
     return MicroBatch(
         tokens=on_device(tokens)[None],
@@ -201,8 +251,8 @@ def assemble(
         counted=on_device(is_counted),
         source=trained.source,
         local_lengths=on_device(local_lengths),
-        lengths=on_device(divisors),
-        experts=None if experts is None else torch.from_numpy(experts),
+        lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
+        experts=None if cut is None else _experts(sequences, row, cut),
     )
 
 
@@ -259,22 +309,21 @@ def _trained_on_rank(trained: _Trained, on_rank: np.ndarray) -> _Trained:
 
 
 def _experts(
-    sequences: Sequence[TrainSequence], lengths: np.ndarray, row: _PackedRow
-) -> np.ndarray | None:
-    """Return the recorded choices at the places of their tokens, -1 elsewhere; None if
-    nothing was recorded.
+    sequences: Sequence[TrainSequence], row: _PackedRow, cut: ExpertsCut
+) -> RowExperts | None:
+    """Return the recorded experts of a rank's part of the row; None if there are none.
+    A rank has the same share of each sequence, whose recorded tokens come first.
     """
-    table: np.ndarray | None = None
-    starts = np.cumsum(lengths) - lengths
-    for start, sequence in zip(starts, sequences, strict=True):
-        recorded = sequence.experts
-        if recorded is None:
-            continue
-        if table is None:
-            table = np.full((row.size, *recorded.shape[1:]), -1, np.int16)
-        places = row.places[start : start + len(recorded)]
-        table[places] = recorded
-    return table
+    starts: list[int] = []
+    parts: list[RankExperts] = []
+    for start, sequence in zip(row.boundaries.tolist(), sequences, strict=False):
+        experts = sequence.experts
+        if isinstance(experts, np.ndarray):
+            experts = cut.of(experts, len(sequence))
+        if experts is not None:
+            starts.append(start // cut.context_parallel)
+            parts.append(experts)
+    return RowExperts(row.size // cut.context_parallel, starts, parts) if parts else None
 
 
 def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

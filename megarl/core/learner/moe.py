@@ -3,9 +3,9 @@
 Replay: the learner's routers take the experts that the server chose
 (model.moe.routing_replay).
 
-    MicroBatch.experts [tokens, layers with experts, experts per token]
-        │ this rank's tokens (sequence parallelism),
-        │ one column for each of this rank's layers
+    MicroBatch.experts: this rank's share (shares.py)
+        │ RowExperts.table [tokens, layers of the chunk, experts per token]
+        │ this rank's tokens (sequence parallelism), one column for each layer
         ▼
     megarl's PartialReplay in each router
         forward: the recorded experts; recomputation in the backward pass: the same
@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from megarl.core.learner.microbatch import MicroBatch
+from megarl.core.learner.microbatch import MicroBatch, RowExperts
 from megarl.core.recipe import Moe
 
 TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
@@ -95,7 +95,8 @@ class Replay:
     replayed [] int64: number of this step's choices that were replayed. counts [2]
     int64: if set, routers make their own choices, and it counts the tokens compared and
     those with another set of experts. recomputes: whether the backward pass runs
-    routers again. expert_layers: the whole model's layers with experts.
+    routers again. expert_layers: the whole model's layers with experts. columns: this
+    rank's, as indices among them, ascending.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
@@ -106,25 +107,30 @@ class Replay:
         self.recomputes = routes_again(config)
         self._chosen = config.moe_router_topk
         self._sharded = config.sequence_parallel
+        own_layers: list[int] = []
+        for chunk in chunks:
+            own_layers += [layer for layer, _ in _routers(chunk)]
+        own_layers.sort()
+        self.columns = tuple(expert_layers.index(layer) for layer in own_layers)
+        # Of each chunk, its routers, and which of `columns` they have.
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         for chunk in chunks:
             self._columns.append([])
             for layer, router in _routers(chunk):
                 router.router_replay = PartialReplay(self)
-                self._columns[-1].append((expert_layers.index(layer), router.router_replay))
+                self._columns[-1].append((own_layers.index(layer), router.router_replay))
 
     @contextmanager
-    def replaying(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
-        """Replay `experts`, a tensor on the CPU, within this context (None: nothing is
-        recorded for these `tokens` tokens).
+    def replaying(self, chunk: int, experts: RowExperts | None, tokens: int) -> Iterator[None]:
+        """Replay `experts` within this context (None: nothing is recorded for these
+        `tokens` tokens).
         """
-        if experts is not None:
-            experts = experts.to(self.replayed.device)
-        for column, router in self._columns[chunk]:
-            if experts is None:
-                recorded = torch.full((tokens, self._chosen), -1)
-            else:
-                recorded = experts[:, column]
+        columns = [column for column, _ in self._columns[chunk]]
+        shape = (tokens, len(columns), self._chosen)
+        table = torch.full(shape, -1) if experts is None else experts.table(columns)
+        table = table.to(self.replayed.device)
+        for place, (_, router) in enumerate(self._columns[chunk]):
+            recorded = table[:, place]
             if self._sharded:
                 recorded = _own_part(recorded, 0)
             router.set_target_indices(recorded.long())

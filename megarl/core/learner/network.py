@@ -28,7 +28,14 @@ from megarl.core import models
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import cost_of
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.microbatch import MicroBatch, MicroBatchPlan, RowLayout, assemble, plan
+from megarl.core.learner.microbatch import (
+    ExpertsCut,
+    MicroBatch,
+    MicroBatchPlan,
+    RowLayout,
+    assemble,
+    plan,
+)
 from megarl.core.learner.moe import ExpertLoad, Replay
 from megarl.core.models import Family, build, hf
 from megarl.core.models.head import logprobs_and_entropy
@@ -178,11 +185,8 @@ class Network:
         modules: the chunks, perhaps wrapped.
         """
         steps = self.plan(sequences)
-        own_members = steps.members[parallel_state.get_data_parallel_rank()]
-        microbatches = [
-            (indices, self._assembled(sequences, indices, steps.length)) for indices in own_members
-        ]
         replay = self._replay_of_pass(forward_only)
+        microbatches = self._microbatches(sequences, steps, replay is not None)
         expert_load = None if forward_only else self.expert_load
 
         def loss(
@@ -227,11 +231,24 @@ class Network:
             )
         return len(microbatches)
 
-    def _assembled(
-        self, sequences: Sequence[TrainSequence], indices: Sequence[int], length: int
-    ) -> MicroBatch:
-        """Make the micro-batch of the sequences with these indices."""
-        return assemble([sequences[i] for i in indices], length, self.layout, self.device)
+    def _microbatches(
+        self, sequences: Sequence[TrainSequence], steps: MicroBatchPlan, replays: bool
+    ) -> list[tuple[list[int], MicroBatch]]:
+        """Return this rank's micro-batches, each with its sequences' indices."""
+        cut = self.experts_cut if replays else None
+        microbatches: list[tuple[list[int], MicroBatch]] = []
+        for indices in steps.members[parallel_state.get_data_parallel_rank()]:
+            members = [sequences[i] for i in indices]
+            micro = assemble(members, steps.length, self.layout, self.device, cut)
+            microbatches.append((indices, micro))
+        return microbatches
+
+    @property
+    def experts_cut(self) -> ExpertsCut:
+        """The part of recorded experts that this rank replays."""
+        assert self.replay is not None
+        layout = self.layout
+        return ExpertsCut(layout.model.context_parallel, layout.context_rank, self.replay.columns)
 
     def _replay_of_pass(self, forward_only: bool) -> Replay | None:
         """Return the replay if a pass needs it: to compare choices, or to train."""

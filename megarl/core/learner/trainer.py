@@ -42,6 +42,7 @@ from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import Replay
 from megarl.core.learner.network import Network, loaded_chunks
 from megarl.core.learner.optimizer import learning_rate
+from megarl.core.learner.shares import Fetch, with_shares
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.recipe import Recipe
 
@@ -165,11 +166,24 @@ class Trainer:
         self.offenders: list[dict[str, int | str]] = []
         self.before_update: Callable[[], None] = lambda: None
 
+    def in_loss(self, batch: Batch, fetch: Fetch) -> list[TrainSequence]:
+        """Return the batch's sequences in the loss, with this rank's share of the
+        recorded experts of which the batch has outlines. Raises Withheld.
+        """
+        sequences = sequences_in_loss(batch, self.recipe)
+        if not self.policy.replay or not self.policy.replays_in_training:
+            return sequences
+        members = self.policy.plan(sequences).members
+        return with_shares(sequences, batch, members, self.policy.experts_cut, fetch)
+
     def sequences(self, batch: Batch) -> list[TrainSequence]:
+        """Return the sequences of a batch that has its experts, as `completed`."""
+        return self.completed(sequences_in_loss(batch, self.recipe), batch)
+
+    def completed(self, sequences: list[TrainSequence], batch: Batch) -> list[TrainSequence]:
         """Return the batch's sequences in the loss, with advantages unless a critic
         estimates them. Call it once per step, as the batch then counts in `moments`.
         """
-        sequences = sequences_in_loss(batch, self.recipe)
         if self.reference and sequences:
             with self.within("reference"):
                 sequences = self.reference.scored(sequences)

@@ -76,7 +76,7 @@ def segments(
     parts: list[tuple[int, int, int]] = []
     for start, end in itertools.pairwise(boundaries):
         step = chunk or max(end - start, 1)
-        for at, to in _query_ranges(start, end, cp_size, cp_rank):
+        for at, to in query_ranges(start, end, cp_size, cp_rank):
             if window is not None:
                 parts += _window_segments(start, at, to, window)
             else:
@@ -85,7 +85,7 @@ def segments(
     return Segments(*table.unbind(1))
 
 
-def _query_ranges(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
+def query_ranges(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
     """Return the queries of the sequence [start, end) that this context-parallel rank
     has: one piece from either end.
     """

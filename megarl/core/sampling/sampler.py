@@ -22,6 +22,7 @@ answer leg, without its environment. But nothing can follow an end token: a
 rollout that reached its limit there ends truncated, without an answer leg.
 """
 
+import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -54,8 +55,6 @@ from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places, Waits
 from megarl.core.telemetry.spans import spans
 
-LARGEST_RECORD = 1 << 32
-"""Bytes that a record of the journal, a group, may have (journal/file.py)."""
 MAX_RETRIES = 5
 """With more lost requests than this a rollout is void: it is unlikely that so many
 servers died by chance.
@@ -162,16 +161,6 @@ def routed_model(recipe: Recipe) -> Architecture | None:
     if not model.experts:
         raise MegarlError(
             f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out"
-        )
-    bytes_per_expert = 1 if model.experts <= 256 else 2
-    bytes_per_token = model.moe_layers * model.experts_per_token * bytes_per_expert + 8
-    # An agent may take many paths; `Tickets` measures those of a finished group.
-    size = recipe.sampling.generations * recipe.length.context_tokens * bytes_per_token
-    if size >= LARGEST_RECORD:
-        raise MegarlError(
-            "model.moe.routing_replay: the experts of a group of the longest rollouts take"
-            f" {size / 2**30:.1f} GiB, and a record of the journal has 4; lower"
-            " sampling.generations or length.*, or leave it out"
         )
     return model
 
@@ -402,7 +391,10 @@ class Sampler:
             )
             output = RequestOutput(segments, generation.finish)
             if job.routed is not None:
-                completion.routing.append(job.routed.routed_experts(generation.routing))
+                # In a thread: a rollout of 128k tokens has 50 MB.
+                completion.routing.append(
+                    await asyncio.to_thread(job.routed.routed_experts, generation.routing)
+                )
         except ServerLost as lost:
             if not lost.server_is_alive:
                 self.servers.server_lost(server, life, str(lost))

@@ -123,7 +123,7 @@ def learner(
         parameters = sum(_parameters(recipe, shape)) + ends
         state += width * parameters
     host = _host(recipe, shape, ends)
-    host += batch_bytes(recipe, shape, microbatch_tokens * microbatches)
+    host += batch_bytes(recipe, shape, microbatch_tokens, microbatches)
     microbatches_held = in_flight(
         model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches
     )
@@ -210,19 +210,23 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     return 3 * FP32 * parameters + copied + offloaded
 
 
-def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
+def batch_bytes(
+    recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int
+) -> float:
     """Return a step's bytes in a rank's host memory, if its rollouts carry their
-    experts; otherwise they are few. Each rank holds all ranks' `tokens` as received and
-    as decoded, and the experts of its own in two bytes each, too.
+    experts; otherwise they are few. Each rank holds the ids and log-probs of all ranks'
+    tokens as received and as decoded. Of experts it holds those of its own tokens in
+    its own layers (learner/shares.py), and those of a micro-batch in two bytes each.
     """
-    if not recipe.model.moe.routing_replay:
+    model = recipe.model
+    if not model.moe.routing_replay:
         return 0.0
-    choices = shape.moe_layers * shape.experts_per_token
+    tokens = microbatch_tokens * microbatches
+    of_all_ranks = 2 * recipe.data_parallel * tokens * (INT32 + FP32)
+    layers = shape.moe_layers * stage_share(recipe, shape)
+    own_choices = layers * shape.experts_per_token / model.context_parallel
     width = 1 if shape.experts <= 256 else 2
-    token_bytes = INT32 + FP32 + choices * width
-    all_ranks = 2 * recipe.data_parallel * token_bytes
-    own_choices = 2 * choices
-    return tokens * (all_ranks + own_choices)
+    return of_all_ranks + own_choices * (tokens * width + microbatch_tokens * 2)
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:

@@ -140,6 +140,10 @@ class _Unwritten:
         written.set_result(None)
         return written
 
+    async def settle(self, record: Finished | Removed) -> None:
+        """Apply the record that ends a ticket."""
+        self.state.apply(record)
+
 
 class _SimulatedRun:
     """Modelled servers and a modelled learner around the pipeline. It is also the

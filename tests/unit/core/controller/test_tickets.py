@@ -19,15 +19,14 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.architecture import read
 from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
-from megarl.core.base.types import Group, Prompt, Routing, float32, int32
+from megarl.core.base.types import Group, Prompt, float32, int32
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
-from megarl.core.controller import tickets
 from megarl.core.controller.decision import TrainStep, decide
 from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.parity_schedule import Parity
 from megarl.core.controller.pipeline import Pipeline
-from megarl.core.controller.tickets import Tickets, with_means, within_record
+from megarl.core.controller.tickets import Tickets, with_means
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
 from megarl.core.journal.writer import JournalWriter
@@ -423,20 +422,3 @@ def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(
     }, "right answers were penalised"
     assert {0 < g.pass_rate < 1 for g in groups} == {True}
     assert {r.pass_rate for r in found if isinstance(r, Removed)} == {0.0, 1.0}
-
-
-def test_experts_that_no_record_could_hold_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tickets, "MOST_EXPERT_BYTES", 24)
-
-    def routed(rows: int) -> Any:
-        routing = Routing(choices=np.zeros(rows * 2, np.uint8), layers=2, chosen=1)
-        return make.rollout(make.segment([0] * rows), reward=1.0, routing=routing)
-
-    kept = within_record([routed(5), routed(6)])
-    assert [r.routing is not None for r in kept] == [True, True]
-    assert not caplog.records
-    left_out = within_record([routed(6), routed(6)])
-    assert [r.routing for r in left_out] == [None, None]
-    assert "lower agent.paths" in caplog.text

@@ -14,13 +14,14 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import Group, Prompt, encode, int32
+from megarl.core.base.types import Group, Prompt, Routing, encode, int32
 from megarl.core.journal import journal as journal_module
 from megarl.core.journal.file import RECORD_HEADER, record_of, scan
 from megarl.core.journal.journal import REMEMBERED, Journal, JournalReader
@@ -41,8 +42,13 @@ from tests import make
 def finished(
     ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0
 ) -> Finished:
+    """Every third group has recorded experts."""
     segment = make.segment(range(tokens), ticket, logprob=-ticket)
-    rollout = make.rollout(segment, reward=1.0 if correct else -1.0)
+    routing = None
+    if ticket % 3 == 2:
+        table = np.arange(tokens * 6).reshape(tokens, 3, 2) % 5
+        routing = Routing.of(table + ticket, 256)
+    rollout = make.rollout(segment, reward=1.0 if correct else -1.0, routing=routing)
     prompt = Prompt(id=f"p{ticket % 3}", tokens=int32([7, 8]), answer="15")
     return Finished(
         group=Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void),
@@ -163,7 +169,11 @@ def test_groups_are_read_back_from_any_file(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, 2, 1, rotate_bytes=2000)
     assert len(journal.files()) > 5
     wanted = [39, 0, 17, 3]
-    assert [encode(g) for g in journal.groups(wanted)] == [encode(groups[t]) for t in wanted]
+    whole = journal.whole_groups(wanted)
+    assert [encode(g) for g in whole] == [encode(groups[t]) for t in wanted]
+    assert any(group.has_routing for group in whole)
+    outlines = [encode(groups[t].outline) for t in wanted]
+    assert [encode(g) for g in journal.groups(wanted)] == outlines
     assert journal.finished() == list(range(40))
     assert [type(r) for r in journal.replay() if not isinstance(r, Snapshot)] == [
         type(r) for r in records
@@ -174,6 +184,34 @@ def test_groups_are_read_back_from_any_file(tmp_path: Path) -> None:
     journal.append(finished(40))
     assert journal.groups([40])[0].ticket == 40
     journal.close()
+
+
+def test_choices_are_read_alone_and_checked(tmp_path: Path) -> None:
+    """Damage in an old file is found by who asks for these experts, not by who reads
+    the group.
+    """
+    journal = Journal.open(tmp_path, 2, 1)
+    rollouts = []
+    for rows in (4, 0, 7):
+        table = np.full((rows, 3, 2), rows)
+        routing = Routing.of(table, 256) if rows else None
+        rollouts.append(make.rollout(make.segment([1] * 9), reward=1.0, routing=routing))
+    group = msgspec.structs.replace(finished(0).group, rollouts=tuple(rollouts))
+    journal.append(admitted(0), Finished(group=group, time=0.0), admitted(1), finished(1))
+    assert journal.choices(0, [2, 0, 1]) == [b"\x07" * 42, b"\x04" * 24, b""]
+    assert journal.choices(1, [0]) == [b""]
+    journal.close()
+    file = last_file(tmp_path)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"\x07" * 42, b"\x07" * 41 + b"\x06"))
+    reader = JournalReader(tmp_path)
+    assert reader.choices(0, [0]) == [b"\x04" * 24]
+    [read] = reader.groups([0])
+    assert [r.routing is not None for r in read.rollouts] == [True, False, True]
+    with pytest.raises(MegarlError, match=r"000000\.journal: damaged at offset"):
+        reader.choices(0, [2])
+    with pytest.raises(MegarlError, match=r"000000\.journal: damaged at offset"):
+        Journal.open(tmp_path, 2, 1)
 
 
 def test_every_file_begins_with_the_fold_of_those_before(tmp_path: Path) -> None:

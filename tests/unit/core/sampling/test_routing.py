@@ -16,13 +16,12 @@ import pytest
 from megarl.core.base.architecture import CONFIGS, in_directory, read
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.types import Prompt, Rollout, decode, encode
+from megarl.core.base.types import Prompt, Routing, decode, encode
 from megarl.core.client.client import Generation, ServerLost, VersionSpan
 from megarl.core.client.membership import Membership
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_model
 from megarl.tasks.environments.registry import TaskEnvironments
-from tests import make
 from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
@@ -56,18 +55,25 @@ def test_an_expert_that_the_model_lacks_is_refused(wrong: int) -> None:
         EVERY_SECOND.routed_experts(reply(table))
 
 
-def test_many_experts_and_the_way_through_msgpack() -> None:
-    table = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
-    routing = MANY.routing(
-        [MANY.routed_experts(reply(part, "<i2")) for part in (table[:2], table[2:])]
-    )
-    segment = make.segment([0, 0, 0], logprob=0.0)
-    rollout = make.rollout(segment, reward=1.0, routing=routing)
-    decoded: Rollout = decode(encode(rollout), Rollout)
-    again = decoded.routing
-    assert again is not None
-    assert again.table.dtype == np.int16
-    np.testing.assert_array_equal(again.table, table)
+@pytest.mark.parametrize(
+    ("experts", "bits"), [(2, 1), (3, 2), (4, 2), (16, 4), (17, 8), (256, 8), (257, 16), (300, 16)]
+)
+@pytest.mark.parametrize("rows", [3, 5])
+def test_choices_come_back_as_they_were(experts: int, bits: int, rows: int) -> None:
+    """Packed, through msgpack, and joined again with an outline."""
+    model = replace(MANY, experts=experts)
+    table = np.random.default_rng(rows).integers(0, experts, (rows, 3, 2))
+    sent_as = "u1" if experts < 256 else "<i2"
+    parts = [model.routed_experts(reply(part, sent_as)) for part in (table[:2], table[2:])]
+    routing = model.routing(parts)
+    assert (routing.bits, routing.size) == (bits, len(routing.packed))
+    assert routing.size == -(-rows * 3 * 2 * bits // 8)
+    outline: Routing = decode(encode(routing.outline), Routing)
+    assert outline.is_outline == (rows > 0)
+    assert outline.size == routing.size
+    for again in (decode(encode(routing), Routing), outline.with_choices(bytes(routing.packed))):
+        assert again.table.dtype == (np.uint8 if experts <= 256 else np.int16)
+        np.testing.assert_array_equal(again.table, table)
 
 
 def test_those_of_a_model(tmp_path: Path) -> None:
@@ -91,22 +97,6 @@ def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
         routed_model(recipe)
     with pytest.raises(MegarlError, match="did not say which experts"):
         MANY.routed_experts("")
-
-
-def test_a_group_that_no_record_of_the_journal_could_hold_is_refused(tmp_path: Path) -> None:
-    """128 rollouts of 128k tokens take 6 GiB. The controller would die of it at the end
-    of the first such group.
-    """
-    shutil.copyfile(CONFIGS / "qwen3-30b-a3b.json", tmp_path / "config.json")
-    tree = {
-        "model": {"path": str(tmp_path), "moe": {"routing_replay": True}},
-        "length": {"thinking_tokens": [1, 126_976]},
-    }
-    assert routed_model(from_tree(tree | {"sampling": {"generations": 16}})) is not None
-    with pytest.raises(
-        MegarlError, match=r"routing_replay: .* 6\.1 GiB, .* lower sampling\.generations"
-    ):
-        routed_model(from_tree(tree | {"sampling": {"generations": 128}}))
 
 
 class OneExpertATime:

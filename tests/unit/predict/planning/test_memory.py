@@ -280,20 +280,33 @@ def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() ->
     assert memory.server(recipe(), EIGHT, 80 * GB).host == pytest.approx(16.06 * GB, rel=1e-3)
 
 
-def test_each_learners_rank_has_the_experts_of_all_rollouts() -> None:
-    """Qwen3-30B-A3B, 128k tokens on each of 8 data-parallel ranks: 48 x 8 choices and 8
-    more bytes a token, as received and as decoded, and those of its own tokens in two
-    bytes.
+@pytest.mark.parametrize(
+    ("layout", "data_parallel", "parts"),
+    [
+        ({"model__tensor_parallel": 1}, 8, 1),
+        ({"model__tensor_parallel": 1, "model__context_parallel": 2}, 4, 2),
+        ({"model__tensor_parallel": 2, "model__pipeline_parallel": 4}, 1, 4),
+    ],
+)
+def test_each_learners_rank_has_its_own_experts(
+    layout: dict[str, Any], data_parallel: int, parts: int
+) -> None:
+    """Qwen3-30B-A3B, 128k tokens on each data-parallel rank: 8 bytes of each token of
+    all, as received and as decoded, and a rank's part of the 48 x 8 choices of its own
+    tokens.
     """
     shape = architecture.read("qwen3-30b-a3b")
-    keys: dict[str, Any] = {"resources__learner_ranks": 8, "model__tensor_parallel": 1}
+    keys: dict[str, Any] = {"resources__learner_ranks": 8} | layout
     hosts = [
         memory.learner(
             recipe(**keys, model__moe={"routing_replay": replayed}), shape, 16_384, 8
         ).host
         for replayed in (True, False)
     ]
-    assert hosts[0] - hosts[1] == pytest.approx(16_384 * 8 * (2 * 8 * (384 + 8) + 2 * 384))
+    tokens = 16_384 * 8
+    choices = 384 / parts
+    expected = 2 * data_parallel * tokens * 8 + choices * (tokens + 2 * 16_384)
+    assert hosts[0] - hosts[1] == pytest.approx(expected)
 
 
 def test_servers_in_fp8_hold_a_byte_a_weight_and_a_scale_a_block() -> None:

@@ -293,7 +293,7 @@ class World:
         segments, paths, experts = self.session.tree.paths()
         routing = None
         if experts is not None:
-            routing = Routing(choices=experts.reshape(-1), layers=1, chosen=1)
+            routing = Routing.of(experts, 256)
         tables = make.rollout(*segments, reward=0.0, paths=paths, routing=routing).path_experts
         left = iter(segments)
         for path, branch, table in zip(
