@@ -143,7 +143,7 @@ def measured(directory: Path, case: str, changes: dict[str, Any]) -> dict[str, A
 
 
 def where_experts_lie(policy: TrainedNetwork, sequences: list[TrainSequence]) -> list[str]:
-    """Return the devices of the recorded choices of experts in a step's micro-batches."""
+    """Return the devices of the recorded experts of a step."""
     rows = policy.plan(sequences)
     cut = None if policy.replay is None else policy.experts_cut
     found = [
