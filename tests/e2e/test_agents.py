@@ -50,7 +50,7 @@ GROUPS = {
     "online": ("verifiers",),
 }
 SANDBOXES = {"online": "rlimits"}
-"""Of the groups that are not in bubblewrap: verifiers' programs fetch their packages."""
+"""By group, if not bubblewrap: verifiers' programs fetch their packages."""
 GRADER = '''
 def odd(submission):
     """Right or wrong by chance, so that there is something to learn from."""
