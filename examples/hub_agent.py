@@ -3,11 +3,12 @@ v1), with the hub's own runner and rubric. A row's prompt is the task's position
 
     for n in $(seq 0 63); do echo "{\\"prompt\\": \\"$n\\"}"; done > positions.jsonl
 
-data: {tasks: {hub: {train: positions.jsonl, heldout: 16, grader: exact,
-    agent: [harness/bin/python, hub_agent.py, hub_taskset]}}}
+data: {sandbox: rlimits, tasks: {hub: {train: positions.jsonl, heldout: 16,
+    agent: [harness/bin/python, hub_agent.py, hub_taskset], grader: exact}}}
 
-The Python is that of an environment with verifiers and the taskset: verifiers does not
-go with megarl's own packages. PYTHONPATH names the folder of a taskset that is a file.
+The Python is that of an environment with verifiers, uv and the taskset: verifiers does
+not go with megarl's own packages. The runner starts programs whose packages uv fetches,
+so the agent needs the network. PYTHONPATH names the folder of a taskset that is a file.
 """
 
 import json
@@ -21,18 +22,22 @@ from pathlib import Path
 
 def rewarded(taskset: str, position: int, folder: Path) -> float:
     """Run a task, and return the sum of its weighted rewards."""
-    command = [str(Path(sys.executable).parent / "vf-eval"), taskset]
+    programs = Path(sys.executable).parent
+    variables = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}  # uv is there
+    command = [str(programs / "vf-eval"), taskset]
     command += ["--select.include.idx", str(position), "-m", os.environ["OPENAI_MODEL"]]
     command += ["--client.base-url", os.environ["OPENAI_BASE_URL"]]
     command += ["--client.api-key-var", "OPENAI_API_KEY"]
     command += ["--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess"]
     command += ["--push", "False", "--no-rich", "-o", str(folder)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    subprocess.run(command, check=True, stdout=sys.stderr, env=variables)
     (traces,) = folder.rglob("traces.jsonl")
     episode = json.loads(traces.read_text())
     total = 0.0
     for trace in episode["traces"]:
-        for reward in trace["rewards"].values():  # null, if the task could not be graded
+        if not trace["rewards"] or None in trace["rewards"].values():
+            sys.exit(f"the task was not graded: {trace['errors']}")
+        for reward in trace["rewards"].values():
             total += reward["score"] * reward["weight"]
     return total
 

@@ -45,9 +45,12 @@ conversation when it is told so.
 """
 GROUPS = {
     "clients": ("openai", "anthropic", "openai-agents"),
-    "frameworks": ("pydantic-ai", "mini-swe-agent", "verifiers"),
+    "frameworks": ("pydantic-ai", "mini-swe-agent"),
     "others": ("crewai", "agno", "ai-sdk"),
+    "online": ("verifiers",),
 }
+SANDBOXES = {"online": "rlimits"}
+"""By group, if not bubblewrap: verifiers' programs fetch their packages."""
 GRADER = '''
 def odd(submission):
     """Right or wrong by chance, so that there is something to learn from."""
@@ -130,7 +133,9 @@ def write_recipe(
 def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
     modes = [mode for mode, (harness, *_) in MODES.items() if harness in GROUPS[group]]
     agents = {mode: [str(python_of(MODES[mode][0])), str(PROGRAMS), mode] for mode in modes}
-    run = runs.start(tmp_path, recipe=str(write_recipe(tmp_path, group, agents)))
+    sandbox = {"sandbox": SANDBOXES.get(group, "bubblewrap")}
+    recipe = write_recipe(tmp_path, group, agents, data=sandbox)
+    run = runs.start(tmp_path, recipe=str(recipe))
     try:
         run.wait_for(run.rundir.status.exists, "a status", limit_s=400)
         family = run.family()
