@@ -68,6 +68,28 @@ def test_places() -> None:
     )
 
 
+def test_places_beside_delta_networks() -> None:
+    """Qwen3.5-35B-A3B: 16 key heads and 32 value heads of 128; 16 heads of 256, each
+    with a gate, and 2 of k and v.
+    """
+    model = read("qwen3.5-35b-a3b")
+    tensor = torch.zeros(4, 3, dtype=torch.bfloat16)
+    ours = "model.layers.3"
+    expected = {
+        "linear_attn.in_proj_z": (f"{ours}.linear_attn.in_proj_qkvz.weight", 8192 * 6),
+        "linear_attn.in_proj_b": (f"{ours}.linear_attn.in_proj_ba.weight", 0),
+        "linear_attn.in_proj_a": (f"{ours}.linear_attn.in_proj_ba.weight", 32 * 6),
+        "self_attn.q_proj": (f"{ours}.qkv_proj.weight", 0),
+        "self_attn.k_proj": (f"{ours}.qkv_proj.weight", 8192 * 6),
+        "self_attn.v_proj": (f"{ours}.qkv_proj.weight", 8704 * 6),
+        "self_attn.o_proj": (f"{ours}.o_proj.weight", 0),
+        "linear_attn.conv1d": (f"{ours}.linear_attn.conv1d.weight", 0),
+        "mlp.shared_expert_gate": (f"{ours}.mlp.shared_expert_gate.weight", 0),
+    }
+    for name, part in expected.items():
+        assert place(f"model.language_model.layers.3.{name}.weight", tensor, model) == part
+
+
 def test_joined_and_padded_parameters() -> None:
     q = torch.randn(8, 3)
     k = torch.randn(4, 3)
