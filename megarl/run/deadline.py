@@ -36,11 +36,9 @@ def job_end() -> float | None:
 
 def seconds_to_save(state: RunState) -> float:
     """Return how long the learner may take to finish its step, then a checkpoint that
-    is being written, then the last one; 0 if that is not known yet. It does not finish
-    a wait for rollouts.
+    is being written, then the last one; 0 before the first step. Until a checkpoint was
+    written, its time counts as 0. The learner does not finish a wait for rollouts.
     """
-    if not state.write_seconds:
-        return 0.0
     busy_seconds = [
         row.get("step_seconds", 0.0) - row.get("wait_seconds", 0.0) for row in state.newest_rows
     ]

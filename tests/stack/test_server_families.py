@@ -118,7 +118,15 @@ CASES = {
         {"moe_intermediate_size": 32, "rope_parameters": THREE_ROWS},
         "mlp.gate",
     ),
-    "qwen3_next": Case(tiny_qwen3_next, {"moe_intermediate_size": 32}, "mlp.gate"),
+    # A base and a share of rotation that are not SGLang's own for this model.
+    "qwen3_next": Case(
+        tiny_qwen3_next,
+        {
+            "moe_intermediate_size": 32,
+            "rope_parameters": PLAIN_ROPE | {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+        "mlp.gate",
+    ),
 }
 
 

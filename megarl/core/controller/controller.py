@@ -410,13 +410,18 @@ class Controller:
 
     async def experts(self, request: Experts) -> tuple[Reply, list[bytes]]:
         """Return the recorded experts of rollouts of a batch. Refused if the batch does
-        not have them.
+        not have them; if they cannot be read, the run fails, too.
         """
         admission = self.pipeline.admission
         is_forgotten = request.step * admission.prompts_per_batch < admission.forgotten
         if is_forgotten or request.ticket not in (admission.batch(request.step) or ()):
             return Refused(error=f"ticket {request.ticket} is not in batch {request.step}"), []
-        return RecordedExperts(), await self.records.choices(request.ticket, request.rollouts)
+        try:
+            choices = await self.records.choices(request.ticket, request.rollouts)
+        except MegarlError as error:
+            self._fail(str(error))
+            return Refused(error=str(error)), []
+        return RecordedExperts(), choices
 
     def _statistics(self, batch: Batch, spent: Spent) -> dict[str, float]:
         """Return the metrics that the controller adds to those of a step."""

@@ -185,7 +185,9 @@ def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
     try:
         info = get_global_state().scheduler_info
         check_kv(recipe, info["max_req_input_len"])
-        check_states(recipe, in_directory(recipe.model.path), info[workers.MOST_RUNNING])
+        # With copies of the attention SGLang does not pass it on; none has states.
+        most_running = info.get(workers.MOST_RUNNING, 0)
+        check_states(recipe, in_directory(recipe.model.path), most_running)
     except MegarlError as error:
         terminal.say(f"megarl: {error}", file=sys.stderr, flush=True)
         kill_process_tree(os.getpid(), include_parent=False)

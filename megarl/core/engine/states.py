@@ -61,7 +61,8 @@ def overrides(model: Architecture) -> dict[str, object]:
 
     It needs full_attention_interval, which transformers 5 does not write; and for our
     class the name of the text model, and whether head and embedding are one, which
-    multimodal directories say in one of two places.
+    multimodal directories say in one of two places. Of Qwen3-Next it ignores
+    rope_parameters, where transformers 5 writes base and share of the rotation.
     """
     interval = {"full_attention_interval": model.delta.interval} if model.delta else {}
     changed: dict[str, object] = {
@@ -70,6 +71,9 @@ def overrides(model: Architecture) -> dict[str, object]:
     }
     if model.name in TEXT_CLASSES:
         return changed | {"text_config": interval}
+    if model.name == "Qwen3NextForCausalLM":
+        changed["rope_theta"] = model.rope_theta
+        changed["partial_rotary_factor"] = model.rotated / model.head_dim
     return changed | interval
 
 

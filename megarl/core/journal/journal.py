@@ -356,9 +356,10 @@ class Journal(JournalReader):
         return Applied(data, ticket, next_file)
 
     def write(self, applied: Sequence[Applied]) -> None:
-        """Write these bytes to disk, with one fsync per file, before returning. If that
-        fails, raise MegarlError: the file then ends with the last complete write, the
-        journal is closed, and every later call raises the same error.
+        """Write these bytes to disk, with one fsync per file and per record with
+        choices, before returning. If that fails, raise MegarlError: the file then ends
+        with the last complete write, the journal is closed, and every later call raises
+        the same error.
         """
         if self._fd is None:
             raise self._failure
@@ -369,6 +370,10 @@ class Journal(JournalReader):
                 if record.next_file:
                     self._write(self._fd, part)
                     self._rotate(record.next_file)
+                    part = []
+                elif record.data.choices:
+                    # Gigabytes take seconds: no later record may come to disk first.
+                    self._write(self._fd, part)
                     part = []
             if part:
                 self._write(self._fd, part)
@@ -400,6 +405,7 @@ class Journal(JournalReader):
             if max(self._groups_of(number), default=-1) < first_needed:
                 self._file(number).unlink()
                 self._searched.pop(number, None)
+                self._starts.pop(number, None)
                 log.info("%s: dropped, all its groups were trained", self._file(number))
 
     def _files_to_search(self) -> list[int]:

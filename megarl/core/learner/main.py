@@ -261,7 +261,7 @@ class LearnerRank:
         body, *choices = self.link.ask_for_data(request)
         reply: Reply = decode(body, Reply)
         if isinstance(reply, Refused):
-            raise MegarlError(f"the controller refused the experts of step {step}: {reply.error}")
+            raise Withheld(reply)  # as a refused Next: this learner must not save
         return choices
 
     def _execute(self, command: Reply) -> Reply | None:
@@ -273,7 +273,7 @@ class LearnerRank:
                 try:
                     self._train(command)
                 except Withheld as withheld:
-                    return withheld.stop
+                    return withheld.reply
                 return self._broken()
             case Publish():
                 return self._publish(command)

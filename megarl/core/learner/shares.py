@@ -23,7 +23,7 @@ from msgspec import structs
 from megarl.core.algorithm.batch import RankExperts, TrainSequence
 from megarl.core.algorithm.packing import Packed
 from megarl.core.base.errors import Interrupted, MegarlError
-from megarl.core.base.messages import Stop
+from megarl.core.base.messages import Refused, Stop
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.types import Batch, Group, Rollout
 from megarl.core.learner.microbatch import ExpertsCut
@@ -35,16 +35,19 @@ after another. A rollout of more is asked for alone.
 
 type Fetch = Callable[[int, Sequence[int]], list[bytes]]
 """Returns `Routing.packed` of some rollouts of a ticket, by their positions in its
-group. Raises Interrupted, or MegarlError. Called on rank 0.
+group. Raises Interrupted, MegarlError, or Withheld if they are refused. Called on
+rank 0.
 """
 
 
 class Withheld(Exception):
-    """Raised on all ranks if rank 0 could not get the experts. stop: what follows."""
+    """Raised on all ranks if rank 0 could not get the experts. reply: what follows, as
+    if the controller had said it.
+    """
 
-    def __init__(self, stop: Stop) -> None:
-        super().__init__(stop.reason)
-        self.stop = stop
+    def __init__(self, reply: Stop | Refused) -> None:
+        super().__init__(reply.reason if isinstance(reply, Stop) else reply.error)
+        self.reply = reply
 
 
 @dataclass(frozen=True)
@@ -121,18 +124,20 @@ def _received(piece: ExpertsPiece, fetch: Fetch) -> list[bytes] | None:
     Withheld on all ranks.
     """
     received = None
-    stop = None
+    reply: Stop | Refused | None = None
     if dist.get_rank() == 0:
         try:
             received = fetch(piece.group.ticket, piece.rollouts)
             _check_sizes(piece, received)
         except Interrupted as reason:
-            stop = Stop(reason=str(reason))
+            reply = Stop(reason=str(reason))
+        except Withheld as withheld:
+            reply = withheld.reply
         except MegarlError as error:
-            stop = Stop(reason=str(error), error=True)
-    stop = from_rank_0(stop)
-    if stop is not None:
-        raise Withheld(stop)
+            reply = Stop(reason=str(error), error=True)
+    reply = from_rank_0(reply)
+    if reply is not None:
+        raise Withheld(reply)
     return received
 
 

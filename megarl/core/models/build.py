@@ -368,13 +368,17 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
 def own_attention(architecture: Architecture, context_parallel: int) -> bool:
     """Return whether CausalAttention, which also rotates, replaces Transformer Engine's
     attention. That one knows no positions, so under context parallelism it cannot
-    attend within Llama 4's chunks, and it has no kernels for some GPUs.
+    attend within Llama 4's chunks, and it has no kernels for some GPUs. Megatron, which
+    would rotate for it, has no factor on rotated q and k (Yarn.magnitude).
     """
     divided = context_parallel > 1 and architecture.name.startswith("Llama4")
+    scaling = architecture.rope_scaling
+    has_magnitude = isinstance(scaling, Yarn) and scaling.magnitude != 1.0
     return (
         architecture.latent is not None
         or architecture.sinks
         or divided
+        or has_magnitude
         or not fused_takes(architecture.head_dim)
     )
 

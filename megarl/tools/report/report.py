@@ -5,7 +5,6 @@ recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/
     ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.evaluation import parity
 from megarl.core.journal.journal import JournalReader
-from megarl.core.journal.records import Finished
 from megarl.core.recipe import Recipe, dump, load
 from megarl.core.telemetry import pictures
 from megarl.run import summary
@@ -180,16 +178,7 @@ def _newest_groups(reader: JournalReader) -> Sequence[Group]:
     """Return the groups that were finished last, oldest first, at most 2 · SAMPLES.
     Earlier files, of which there may be thousands, are not read.
     """
-    newest: deque[Group] = deque()
-    for number in reversed(reader.files()):
-        # `replay` goes on to the last file, so this has what was found before, too.
-        finished = (
-            record.group for record in reader.replay(number) if isinstance(record, Finished)
-        )
-        newest = deque(finished, 2 * SAMPLES)
-        if len(newest) == 2 * SAMPLES:
-            break
-    return newest
+    return reader.groups(reader.finished(2 * SAMPLES))
 
 
 RIGHT = Markup('<span class="good">right</span>')

@@ -18,7 +18,9 @@ def state(write_s: float, step_s: float = 0.0, wait_s: float = 0.0) -> RunState:
     [
         # Slurm's signal, 600 s before the end, is early enough.
         (state(200.0, 100.0), 700.0, False, 540.0),
-        (state(0.0, 900.0), 700.0, False, 540.0),
+        # A long step, before any checkpoint was written.
+        (state(0.0, 900.0), 1000.0, False, 900.0),
+        (state(0.0, 900.0), 950.0, True, 890.0),
         # A step, a checkpoint that is being written, and the last one.
         (state(700.0, 150.0, wait_s=50.0), 1570.0, False, 1500.0),
         (state(700.0, 150.0, wait_s=50.0), 1550.0, True, 1490.0),

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.core.algorithm.batch import RankExperts, TrainSequence, sequences_in_loss
 from megarl.core.base.errors import Interrupted, MegarlError
+from megarl.core.base.messages import Refused, Stop
 from megarl.core.base.types import Batch
 from megarl.core.learner import shares
 from megarl.core.learner.microbatch import ExpertsCut
@@ -66,9 +67,22 @@ def test_experts_that_do_not_come_stop_all_ranks(stopped: bool) -> None:
 
     with pytest.raises(Withheld) as withheld:
         shared(outlined(recorded_batch(1, 20, LAYERS, 2)), fetch)
-    stop = withheld.value.stop
+    stop = withheld.value.reply
+    assert isinstance(stop, Stop)
     assert stop.error is not stopped
     assert stop.reason in ("RUN/stop exists", "the controller has not answered Experts for 600 s")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_superseded_learner_gets_the_refusal_and_no_stop() -> None:
+    """After a Stop it would save a checkpoint beside the newer learner's."""
+
+    def fetch(ticket: int, rollouts: Sequence[int]) -> list[bytes]:
+        raise Withheld(Refused(error="a newer learner has taken over"))
+
+    with pytest.raises(Withheld, match="a newer learner") as withheld:
+        shared(outlined(recorded_batch(1, 20, LAYERS, 2)), fetch)
+    assert isinstance(withheld.value.reply, Refused)
 
 
 @pytest.mark.usefixtures("one_rank")

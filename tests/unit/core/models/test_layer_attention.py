@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
-from megarl.core.base.architecture import read
+from megarl.core.base.architecture import Yarn, read
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
 from megarl.core.models.attention import (
     LayerAttention,
@@ -187,6 +187,15 @@ def test_chunks_across_context_parallel_ranks_do_without_transformer_engine(
 ) -> None:
     """`megarl plan` proposes such layouts for Scout at 16k tokens, twice the chunk."""
     assert (own_attention(read(name), 1), own_attention(read(name), 2)) == (alone, divided)
+
+
+def test_a_magnitude_of_yarn_does_without_transformer_engine() -> None:
+    """Megarl's own attention multiplies rotated q and k with it, and Megatron nothing."""
+    model = read("qwen3-8b")
+    yarn = Yarn(factor=4.0, fast=32, slow=1, original=32768, truncate=True, magnitude=1.0)
+    assert not own_attention(dataclasses.replace(model, rope_scaling=yarn), 1)
+    grown = dataclasses.replace(yarn, magnitude=1.14)
+    assert own_attention(dataclasses.replace(model, rope_scaling=grown), 1)
 
 
 @pytest.mark.parametrize(
