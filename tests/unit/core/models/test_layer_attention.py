@@ -190,7 +190,7 @@ def test_chunks_across_context_parallel_ranks_do_without_transformer_engine(
 
 
 def test_a_magnitude_of_yarn_does_without_transformer_engine() -> None:
-    """Megarl's own attention multiplies rotated q and k with it, and Megatron nothing."""
+    """Our own attention multiplies rotated q and k with it, Megatron nothing."""
     model = read("qwen3-8b")
     yarn = Yarn(factor=4.0, fast=32, slow=1, original=32768, truncate=True, magnitude=1.0)
     assert not own_attention(dataclasses.replace(model, rope_scaling=yarn), 1)
