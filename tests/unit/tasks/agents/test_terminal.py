@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,7 +142,9 @@ def test_its_commands_run_in_the_sandbox_of_an_agent(
 
 
 def test_a_machine_without_namespaces_is_told(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+    (tasks / "programs").mkdir()
+    (tasks / "programs" / "rm").symlink_to(str(shutil.which("rm")))
+    monkeypatch.setenv("PATH", str(tasks / "programs"))
     with pytest.raises(MegarlError, match=r"install it \(apt-get install bubblewrap\)"):
         try_task(read_task(tasks / "find"))
     (tasks / "bwrap").write_text("#!/bin/sh\necho bwrap: no namespaces; exit 1")
