@@ -26,6 +26,7 @@ import yaml
 
 from megarl.core.base.rundir import latest_scores
 from megarl.core.base.types import paths_of
+from megarl.core.journal.journal import JournalReader
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_nothing_left
 from tests.faults.injection import with_faults
@@ -266,7 +267,8 @@ def test_an_agent_on_experts(workplace: Path, replay: bool) -> None:
     runs.check_history(run.rundir, run.recipe)
     rows = runs.latest_rows(run.rundir.metrics)
     print([(row["kl_k3"], row.get("parity_routing")) for row in rows])
-    groups = [group for batch in batches(run.rundir, run.recipe) for group in batch]
+    tickets = [group.ticket for batch in batches(run.rundir, run.recipe) for group in batch]
+    groups = JournalReader(run.rundir.rollouts).whole_groups(tickets)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert rollouts
     if not replay:
