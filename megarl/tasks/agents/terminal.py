@@ -16,9 +16,8 @@ the session, and the test gives the reward. Each command runs in a sandbox of it
 inside the agent's: it writes only in the working folder and in an empty /tmp, has no
 network and no key, does not see the folder that holds the tasks, nor those in which
 programs make their sockets, and can neither signal nor trace the agent. Its processes
-end with it. The test's programs read no settings and no modules that the policy may
-have left: their home is the empty /tmp, and Python imports nothing from the working
-folder. The last three parts of a task may be missing.
+end with it. The test's home is the empty /tmp, and its Python imports nothing from the
+working folder of its own accord. The last three parts of a task may be missing.
 """
 
 import json
@@ -111,7 +110,7 @@ def solve(task: AgentTask) -> bool:
 def read_task(path: Path) -> TaskFolder:
     """Read a task's folder. MegarlError if it is none, or if it needs an image."""
     path = path.resolve()
-    if not path.exists():
+    if not os.path.exists(path):  # False, too, if we may not look
         raise MegarlError(f"{path} is not there, or is hidden from the agent: {WHERE}")
     for name in ("instruction.md", "tests/test.sh"):
         if not (path / name).is_file():
@@ -156,6 +155,7 @@ def run(task: TaskFolder, work: Path, command: list[str], limit_s: float, part: 
     may read of the task's folder, nothing if empty. MegarlError if there is no sandbox
     here.
     """
+    work.chmod(0o700)  # a command may have closed it
     variables = {"PATH": os.environ["PATH"], "HOME": str(work), "LC_ALL": "C.UTF-8"}
     if part == "tests":
         variables |= TEST_VARIABLES

@@ -126,6 +126,8 @@ def test_a_command_can_do_nothing_outside_of_its_folder(
         assert said("echo 1 > a; touch /tmp/b; cat a").message == "1"
         assert said("false").message == "(status 1)"
         assert said("echo bwrap: no; false") == Output("bwrap: no\n", 1)
+        assert said("chmod 0 .").status == 0
+        assert said("cat a").message == "1"
         assert said("sleep 60", limit_s=0.5).status == 124
         shown = said("seq 100000").text
         assert shown.startswith("1\n2\n")
