@@ -202,9 +202,9 @@ def _sandbox(task: TaskFolder, work: Path, part: str) -> list[str]:
     covers = sorted({temporary, task.path.parent, *folders_of_sockets()})
     for cover in covers:
         sandbox += ["--tmpfs", str(cover)]
-    shown = str(task.path / part)
+    folder = str(task.path / part)
     if part:
-        sandbox += ["--ro-bind", shown, shown]
+        sandbox += ["--ro-bind", folder, folder]
     sandbox += ["--bind", str(work), str(work), "--chdir", str(work)]
     for cover in covers:
         if cover != temporary:
