@@ -24,6 +24,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -40,8 +41,11 @@ WAITING_CONNECTIONS = 128
 COPIED_BYTES = 1 << 16
 STACK_BYTES = 1 << 18
 """Of a thread that copies: two of them serve a connection."""
+PAUSE_S = 0.1
+"""How long no connection is accepted after one for which resources were lacking."""
 REWARD_LIMIT_S = 60.0
 LARGEST_FILE = 1 << 30
+FOLDERS_OF_SOCKETS = ("/run", "/tmp", "/var/tmp")
 KERNEL_FILES = (
     "/proc/sys/kernel/core_pattern",
     "/proc/sysrq-trigger",
@@ -88,6 +92,12 @@ def problem(words: list[str]) -> str:
     if find_spec(package) is None:
         return f"agents could not import {package}"
     return ""
+
+
+def folders_of_sockets() -> set[Path]:
+    """Return the directories in which programs make their sockets."""
+    names = [*FOLDERS_OF_SOCKETS, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", "")]
+    return {Path(name).resolve() for name in names if name and os.path.isdir(name)}
 
 
 def main(words: list[str]) -> None:
@@ -138,17 +148,31 @@ def _forward() -> None:
         for standard in range(3):
             os.dup2(nothing, standard)
         threading.stack_size(STACK_BYTES)
+        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         while True:
-            client, _ = listener.accept()
-            threading.Thread(target=_connect, args=(client,), daemon=True).start()
+            _accept(listener)
     finally:
         os._exit(1)
 
 
+def _accept(listener: socket.socket) -> None:
+    """Forward the next connection in a thread. If there are no descriptors or no memory
+    left for it, close it and wait until others may have ended.
+    """
+    client = None
+    try:
+        client, _ = listener.accept()
+        threading.Thread(target=_connect, args=(client,), daemon=True).start()
+    except (OSError, RuntimeError):
+        if client is not None:
+            client.close()
+        time.sleep(PAUSE_S)
+
+
 def _connect(client: socket.socket) -> None:
     """Forward a connection, both ways, until both sides have closed it."""
-    gateway = socket.socket(socket.AF_UNIX)
-    with client, gateway:
+    with client, socket.socket(socket.AF_UNIX) as gateway:
         gateway.connect(FORWARDED)
         back = threading.Thread(target=_copy, args=(gateway, client), daemon=True)
         back.start()

@@ -27,12 +27,11 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.agents.inside import FORWARDED
+from megarl.tasks.agents.inside import FORWARDED, folders_of_sockets
 from megarl.tasks.graders.functions import environment
 from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES
@@ -47,7 +46,6 @@ AS_NOBODY = (
 )
 PASSED_BY_ALL = 0o001
 READ_BY_ALL = 0o005
-FOLDERS_OF_SOCKETS = ("/run", "/tmp", "/var/tmp")
 OWN_FILES = ("/dev", "/proc", "/sys")
 """What the sandbox has of its own, or what has no sockets."""
 MOST_LINKS = 40
@@ -111,6 +109,19 @@ def check_agent_sandbox(subject: str, agent: str | Sequence[str]) -> None:
             f"data.sandbox: {subject} cannot be run with bubblewrap here ({problem});"
             f" {_advice(problem)}; or set data.sandbox=rlimits if agents may do all that you can"
         )
+
+
+def hides(path: Path) -> bool:
+    """Return whether an agent that is a function cannot reach a path in its sandbox. It
+    sees more if it is started from a directory around the path.
+    """
+    path = path.resolve()
+    stops = _all_stops(_needed(()))
+    covers = _covers(stops)
+    edge = _innermost(path, {*stops, *covers})
+    if edge is None:
+        return becomes_nobody() and _closed(path) is not None
+    return edge not in stops
 
 
 def _problem(run: Sequence[str], variables: dict[str, str]) -> str:
@@ -193,8 +204,7 @@ def _covers(stops: Iterable[Path]) -> list[Path]:
     """Return the directories that an empty one covers, outer ones first: those that
     have sockets and, if the agent is nobody, closed ones on the way to a stop.
     """
-    names = [*FOLDERS_OF_SOCKETS, tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", "")]
-    covers = {Path(name).resolve() for name in names if name and os.path.isdir(name)}
+    covers = folders_of_sockets()
     if becomes_nobody():
         closed = map(_closed, stops)
         covers.update(directory for directory in closed if directory is not None)

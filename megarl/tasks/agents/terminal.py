@@ -14,9 +14,10 @@ Harbor's are, but without images.
 The policy writes one command a message, as a block of shell; a message without one ends
 the session, and the test gives the reward. Each command runs in a sandbox of its own
 inside the agent's: it writes only in the working folder and in an empty /tmp, has no
-network and no key, does not see the folder that holds the tasks, and can neither signal
-nor trace the agent. Its processes end with it. The last three parts of a task may be
-missing.
+network and no key, does not see the folder that holds the tasks, nor those in which
+programs make their sockets, and can neither signal nor trace the agent. Its processes
+end with it. The test's home is the empty /tmp, and its Python imports nothing from the
+working folder of its own accord. The last three parts of a task may be missing.
 """
 
 import json
@@ -36,7 +37,7 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_jsonl
-from megarl.tasks.agents.inside import AgentTask
+from megarl.tasks.agents.inside import AgentTask, folders_of_sockets
 
 SYSTEM = (
     "You work in a terminal. Write one command at a time, in a block that begins with ```sh and"
@@ -53,6 +54,12 @@ SHOWN_BYTES = 2000
 NOTHING = "(no output)"
 TIMED_OUT = 124
 """Status of a command that ran into its limit, as of timeout(1)."""
+WHERE = (
+    "data.sandbox=bubblewrap hides temporary folders, /run and, under root, what others may not"
+    " enter; tasks can lie below the directory that you start megarl from"
+)
+TEST_VARIABLES = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+"""So that a test's programs take nothing from where the policy has worked."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,8 @@ def solve(task: AgentTask) -> bool:
 def read_task(path: Path) -> TaskFolder:
     """Read a task's folder. MegarlError if it is none, or if it needs an image."""
     path = path.resolve()
+    if not os.path.exists(path):  # False, too, if we may not look
+        raise MegarlError(f"{path} is not there, or is hidden from the agent: {WHERE}")
     for name in ("instruction.md", "tests/test.sh"):
         if not (path / name).is_file():
             raise MegarlError(f"{path} is not a task: it has no {name}")
@@ -146,14 +155,12 @@ def run(task: TaskFolder, work: Path, command: list[str], limit_s: float, part: 
     may read of the task's folder, nothing if empty. MegarlError if there is no sandbox
     here.
     """
-    sandbox = ["bwrap", "--die-with-parent", "--new-session", "--unshare-user", "--unshare-pid"]
-    sandbox += ["--unshare-net", "--unshare-ipc", "--ro-bind", "/", "/", "--dev", "/dev"]
-    sandbox += ["--tmpfs", "/tmp", "--tmpfs", str(task.path.parent)]
-    if part:
-        sandbox += ["--ro-bind", str(task.path / part), str(task.path / part)]
-    sandbox += ["--bind", str(work), str(work), "--chdir", str(work), "--"]
+    work.chmod(0o700)  # a command may have closed it
     variables = {"PATH": os.environ["PATH"], "HOME": str(work), "LC_ALL": "C.UTF-8"}
-    with tempfile.TemporaryFile() as output:
+    if part == "tests":
+        variables |= TEST_VARIABLES
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as report:
+        sandbox = [*_sandbox(task, work, part), "--json-status-fd", str(report.fileno()), "--"]
         try:
             status = subprocess.run(
                 [*sandbox, *command],
@@ -161,6 +168,7 @@ def run(task: TaskFolder, work: Path, command: list[str], limit_s: float, part: 
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                pass_fds=[report.fileno()],
                 timeout=limit_s,
             ).returncode
         except subprocess.TimeoutExpired:
@@ -169,18 +177,39 @@ def run(task: TaskFolder, work: Path, command: list[str], limit_s: float, part: 
             raise MegarlError(
                 "commands of the policy run in bubblewrap; install it (apt-get install bubblewrap)"
             ) from None
+        report.seek(0)
+        has_started = status == TIMED_OUT or b'"exit-code"' in report.read()
         size = output.seek(0, os.SEEK_END)
         output.seek(0)
         text = output.read(SHOWN_BYTES)
         output.seek(max(SHOWN_BYTES, size - SHOWN_BYTES))
         end = output.read()
-    if text.startswith(b"bwrap: ") and status == 1:
+    if status > 0 and not has_started:
         raise MegarlError(
             f"commands of the policy cannot run in bubblewrap here: {text.decode(errors='replace')}"
         )
     if size > 2 * SHOWN_BYTES:
         text += b"\n...\n"
     return Output((text + end).decode(errors="replace"), status)
+
+
+def _sandbox(task: TaskFolder, work: Path, part: str) -> list[str]:
+    """Build the bwrap command for `run`, without what it is to run."""
+    sandbox = ["bwrap", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    sandbox += ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
+    sandbox += ["--ro-bind", "/", "/", "--dev", "/dev"]
+    temporary = Path("/tmp").resolve()
+    covers = sorted({temporary, task.path.parent, *folders_of_sockets()})
+    for cover in covers:
+        sandbox += ["--tmpfs", str(cover)]
+    folder = str(task.path / part)
+    if part:
+        sandbox += ["--ro-bind", folder, folder]
+    sandbox += ["--bind", str(work), str(work), "--chdir", str(work)]
+    for cover in covers:
+        if cover != temporary:
+            sandbox += ["--remount-ro", str(cover)]
+    return sandbox
 
 
 def try_task(task: TaskFolder) -> str:
@@ -218,6 +247,8 @@ def _answer(task: AgentTask, messages: list[dict[str, str]]) -> str:
 
 def main(words: list[str]) -> None:
     """Try the tasks in a folder, and write their rows."""
+    from megarl.tasks.agents.sandbox import hides  # slow to import, and no agent needs it
+
     if len(words) != 2:
         raise MegarlError("usage: python -m megarl.tasks.agents.terminal TASKS ROWS.jsonl")
     paths = sorted(path.parent for path in Path(words[0]).glob("*/instruction.md"))
@@ -226,6 +257,8 @@ def main(words: list[str]) -> None:
     rows = []
     for path in paths:
         task = read_task(path)
+        if hides(path):
+            raise MegarlError(f"{task.path} would be hidden from the agent: {WHERE}")
         problem = try_task(task)
         if problem:
             raise MegarlError(f"{path}: {problem}")

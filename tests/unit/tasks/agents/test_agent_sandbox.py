@@ -4,8 +4,11 @@ access(2).
 
 import json
 import os
+import socketserver
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,6 +44,34 @@ status = dict(line.split(":\t", 1) for line in lines)
 rights = [int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")]
 ids = [os.getuid(), os.getgid(), *os.getgroups()]
 print(json.dumps([writable, opened, ids, rights]))
+"""
+CONNECTIONS = r"""
+import resource, socket, time
+from megarl.tasks.agents import inside
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 64))
+inside._forward()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+def connected(count):
+    return [socket.create_connection(("127.0.0.1", inside.PORT), 10) for _ in range(count)]
+
+def echoed(clients):
+    for client in clients:
+        client.sendall(b"x")
+    return b"".join(client.recv(1) for client in clients).decode()
+
+clients = connected(15)
+at_once = echoed(clients)
+more = connected(40)
+time.sleep(0.5)
+for client in [*clients, *more]:
+    client.close()
+time.sleep(0.5)
+print(at_once, echoed(connected(1)))
+"""
+"""Fifteen connections need more descriptors than the soft limit, 55 more than the hard
+one.
 """
 DEVICES = ["null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx"]
 OWN = {f"/dev/{name}" for name in [*DEVICES, "stdin", "stdout", "stderr"]}
@@ -85,6 +116,37 @@ def test_an_agent_can_change_nothing_of_the_kernel() -> None:
     assert not opened
     assert not any(rights)
     assert 0 not in ids or os.getgid() != 0, "it is neither root nor of root's group"
+
+
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while said := self.request.recv(1):
+            self.request.sendall(said)
+
+
+def test_the_gateway_is_reached_after_more_connections_than_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    with tempfile.TemporaryDirectory() as temporary, scratch() as folder:
+        hand_over(folder)
+        gateway = Path(temporary) / "gateway"
+        with socketserver.ThreadingUnixStreamServer(str(gateway), Echo) as server:
+            server.daemon_threads = True
+            gateway.chmod(0o777)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            done = subprocess.run(
+                [
+                    *agent_sandbox(folder, folder, gateway=gateway),
+                    sys.executable,
+                    "-c",
+                    CONNECTIONS,
+                ],
+                capture_output=True,
+                text=True,
+            )
+            server.shutdown()
+    assert done.stdout.split() == ["x" * 15, "x"], done.stderr
 
 
 @as_root

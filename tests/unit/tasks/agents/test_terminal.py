@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.tasks.agents import terminal
 from megarl.tasks.agents.inside import AgentTask
 from megarl.tasks.agents.sandbox import agent_sandbox
-from megarl.tasks.agents.terminal import Output, read_task, run, solve, try_task, workshop
+from megarl.tasks.agents.terminal import Output, passes, read_task, run, solve, try_task, workshop
 from megarl.tasks.graders.scratch import hand_over, scratch
 from tests.unit.tasks.agents import serving
 from tests.unit.tasks.agents.serving import gateway
@@ -40,7 +41,12 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tasks"
 
 
-def test_a_folder_of_tasks_becomes_rows(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_tasks_becomes_rows(
+    tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MegarlError, match=r"count would be hidden from the agent: .* start megarl"):
+        terminal.main([str(tasks), str(tasks / "rows.jsonl")])
+    monkeypatch.chdir(tasks.parent)
     terminal.main([str(tasks), str(tasks / "rows.jsonl")])
     assert capsys.readouterr().out.startswith("3 tasks in ")
     rows = [json.loads(line) for line in (tasks / "rows.jsonl").read_text().splitlines()]
@@ -81,14 +87,17 @@ def with_a_wrong_solution(task: Path) -> None:
     ],
 )
 def test_a_task_that_is_none_is_refused(
-    tasks: Path, change: Callable[[Path], None], said: str
+    tasks: Path, change: Callable[[Path], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tasks)
     change(tasks / "find")
     with pytest.raises(MegarlError, match=rf"(?s){said}"):
         terminal.main([str(tasks), str(tasks / "rows.jsonl")])
     assert not (tasks / "rows.jsonl").exists()
     with pytest.raises(MegarlError, match="there is no task"):
         terminal.main([str(tasks / "fix"), "rows.jsonl"])
+    with pytest.raises(MegarlError, match="none is not there, or is hidden from the agent"):
+        read_task(tasks / "none")
 
 
 def test_a_command_can_do_nothing_outside_of_its_folder(
@@ -108,17 +117,51 @@ def test_a_command_can_do_nothing_outside_of_its_folder(
             f"kill -0 {os.getpid()}",
             f"cat /proc/{os.getpid()}/environ",
             f"touch {Path.cwd()}/left",
+            "touch /run/left",
+            f"umount {tasks}",
+            "mount -o remount,rw,bind /",
+            ": >> /proc/sys/kernel/core_pattern",
         ):
             assert said(forbidden).status != 0, forbidden
         assert said("grep -c : /proc/net/dev").text == "1\n", "loopback alone"
         assert said("echo 1 > a; touch /tmp/b; cat a").message == "1"
         assert said("false").message == "(status 1)"
+        assert said("echo bwrap: no; false") == Output("bwrap: no\n", 1)
+        assert said("chmod 0 .").status == 0
+        assert said("cat a").message == "1"
         assert said("sleep 60", limit_s=0.5).status == 124
         shown = said("seq 100000").text
         assert shown.startswith("1\n2\n")
         assert shown.endswith("99999\n100000\n")
         assert "\n...\n" in shown
         assert len(shown) < 5000
+
+
+def test_a_command_sees_no_folder_that_programs_have_sockets_in(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(EXAMPLES))
+    task = read_task(tasks / "find")
+    with workshop(task) as work, tempfile.TemporaryDirectory(dir="/var/tmp"):
+        for folder in ("/run", "/var/tmp", str(EXAMPLES)):
+            assert os.listdir(folder)
+            assert run(task, work, ["ls", "-A", folder], 20) == Output("", 0)
+
+
+def test_a_test_imports_nothing_that_the_policy_has_left(tasks: Path) -> None:
+    task = read_task(tasks / "find")
+    python = f"{sys.base_prefix}/bin/python3"
+    (task.path / "tests" / "test.sh").write_text(
+        f"echo bwrap: no; {python} -c 'import json, sys; sys.exit(1)'\n"
+    )
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for left in (f".local/lib/{version}/site-packages/usercustomize.py", "json.py"):
+        with workshop(task) as work:
+            (work / left).parent.mkdir(parents=True, exist_ok=True)
+            (work / left).write_text("import os; os._exit(0)")
+            ends_at_once = run(task, work, [python, "-c", "import json; print(1)"], 20)
+            assert ends_at_once == Output("", 0), left
+            assert not passes(task, work), left
 
 
 def test_its_commands_run_in_the_sandbox_of_an_agent(
