@@ -19,7 +19,9 @@ from megarl.tools.submit import JobOptions
 
 CONFIGS = {
     "scalerl-17bx16": "llama-4-scout",
+    "glm-4.7-flash": "glm-4.7-flash",
     "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3.5-35b": "qwen3.5-35b-a3b",
     "qwen3-8b": "qwen3-8b",
     "scalerl-8b": "llama-3.1-8b",
 }
